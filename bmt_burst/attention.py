@@ -32,7 +32,6 @@ from .ranks.sequence_parallel import WholeSequence
 from .sequence.layout import Layout
 from .sequence.mask import Mask, read_documents
 from .sequence.rows import Layouts, Masks
-from .sparse.config import InfLLMV2
 from .strategies import GROUP_BYTES
 from .strategies.extension import Extension
 
@@ -98,8 +97,8 @@ class Keywords(TypedDict, total=False):
     bias: Tensor | None
     softcap: float | None
     sinks: Tensor | None
-    sparse: InfLLMV2 | None
-    choose_by: tuple[Tensor, Tensor] | None
+    sparse: Extension | None
+    choose_by: Sequence[Tensor] | None
 
 
 @not_compiled
@@ -127,8 +126,8 @@ def burst_attn_func(
     bias: Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-    sparse: InfLLMV2 | None = None,
-    choose_by: tuple[Tensor, Tensor] | None = None,
+    sparse: Extension | None = None,
+    choose_by: Sequence[Tensor] | None = None,
 ) -> Tensor | Any:
     """Compute exact attention over a sequence that is cut over the ranks of a group.
 
@@ -343,8 +342,8 @@ def burst_attn_varlen_func(
     return_lse: bool = False,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-    sparse: InfLLMV2 | None = None,
-    choose_by: tuple[Tensor, Tensor] | None = None,
+    sparse: Extension | None = None,
+    choose_by: Sequence[Tensor] | None = None,
     optimize_bwd_comm: bool = True,
     deterministic: bool = False,
     strategy: str = "auto",

@@ -6,13 +6,14 @@ import dataclasses
 import itertools
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from bmt_burst import InfLLMV2
-from bmt_burst.sparse.config import check_layer
+from bmt_burst.extensions import check_extension, read_extension, write_extension
+from bmt_burst.strategies.extension import Extension
 
 from .fields import check_fields, check_names, check_size
 from .rope import Llama3, LongRope, RopeScaling
@@ -42,8 +43,8 @@ class CPMConfig:
                     layer, repeated. "w" is all layers, "wwwf" all except every fourth
     max_position_embeddings  tokens of the longest sequence that the weights were made for, or None
                     if that is not known. It changes no result
-    sparse          the constants of sparse attention in all layers with softmax attention: an
-                    InfLLMV2, or its to_dict; None: attention is dense
+    sparse          the extension of all layers with softmax attention, such as InfLLMV2(), or its
+                    names and values (bmt_burst.extensions); None: attention is dense
     mixers          the mixer of each layer: "attention", or "lightning" for bmt_burst.nn's
                     LightningAttention with num_heads, norms, rotary positions and a gate, as in
                     MiniCPM-SALA. None: all layers have softmax attention, which num_kv_heads,
@@ -82,7 +83,7 @@ class CPMConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     max_position_embeddings: int | None = None
-    sparse: InfLLMV2 | None = None
+    sparse: Extension | None = None
     mixers: tuple[str, ...] | None = None
     attention_rotary: bool = True
     attention_gate: bool = False
@@ -97,10 +98,10 @@ class CPMConfig:
             raise ValueError(f"num_kv_heads={kv_heads} does not divide num_heads={heads}")
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even and positive, got {self.head_dim}")
-        self._take("rope_scaling", RopeScaling)
+        self._take("rope_scaling", RopeScaling, RopeScaling.from_dict)
         if self.rope_scaling is not None:
             self.rope_scaling.check(self.head_dim, self.rope_theta)
-        self._take("sparse", InfLLMV2)
+        self._take("sparse", Extension, read_extension)
         self._check_mixers()
         self._check_windows()
         self._check_rotary()
@@ -126,7 +127,8 @@ class CPMConfig:
 
     def _check_windows(self) -> None:
         window, pattern, layers = self.window, self.window_pattern, self.num_layers
-        check_layer(self.sparse, window=window)
+        if self.sparse is not None:
+            check_extension(self.sparse).for_layer(rotary=True, window=window, softcap=None)
         if not {"w"} <= set(pattern) <= {"w", "f"}:
             raise ValueError(
                 f"window_pattern must consist of w and f, with at least one w, got {pattern!r}"
@@ -149,11 +151,13 @@ class CPMConfig:
                 "positions without"
             )
 
-    def _take(self, name: str, kind: Any) -> None:
-        """Make the field `name` a `kind`, which may be given as its to_dict. Raises ValueError."""
+    def _take(self, name: str, kind: Any, read: Callable[[dict[str, Any]], Any]) -> None:
+        """Make the field `name` a `kind`, which may be given as names and values that `read` takes.
+        Raises ValueError.
+        """
         value = getattr(self, name)
         try:
-            value = kind.from_dict(value) if isinstance(value, dict) else value
+            value = read(value) if isinstance(value, dict) else value
         except (TypeError, ValueError) as error:
             raise ValueError(f"{name}: {error}") from error
         if value is not None and not isinstance(value, kind):
@@ -206,6 +210,11 @@ class CPMConfig:
     def keeps_results(self) -> bool:
         """Whether some attention exchanges what recomputations should not exchange again."""
         return self.sparse is not None or self.lightning_layers > 0
+
+    @property
+    def infllm(self) -> InfLLMV2 | None:
+        """The sparse attention whose costs plans know. Other extensions count as dense."""
+        return self.sparse if isinstance(self.sparse, InfLLMV2) else None
 
     @property
     def longest_sequence(self) -> int | None:
@@ -272,7 +281,7 @@ class CPMConfig:
         scaling = self.rope_scaling
         return dataclasses.asdict(self) | {
             "rope_scaling": None if scaling is None else scaling.to_dict(),
-            "sparse": None if self.sparse is None else self.sparse.to_dict(),
+            "sparse": None if self.sparse is None else write_extension(self.sparse),
             "mixers": None if self.mixers is None else list(self.mixers),
         }
 

@@ -46,8 +46,8 @@ from .linears import (
 )
 from .mixers import is_mixer, make_mixer
 
-# a block's input, q, k and v, and by what sparse attention chooses
-Begun = tuple[Tensor, Tensor, Tensor, Tensor, tuple[Tensor, Tensor] | None]
+# a block's input, q, k and v, and what else its attention takes
+Begun = tuple[Tensor, Tensor, Tensor, Tensor, tuple[Tensor, ...]]
 
 
 class SwiGLU(nn.Module):
@@ -95,8 +95,8 @@ class CPMBlock(nn.Module):
         # then the part before the attention saves only its input, unless heads have norms
         begin = runner.begin if fuses and attention.q_norm is None else runner.run
         before = self._before_fused if fuses else self._before
-        x, q, k, v, choose_by = begin(before, x, cos, sin)
-        attended = attention.attend(q, k, v, part, choose_by)
+        x, q, k, v, tensors = begin(before, x, cos, sin)
+        attended = attention.attend(q, k, v, part, tensors)
         modules = [attention.o_proj, self.post_attention_layernorm, self.mlp]
         if attention.gate is not None:
             gating = self.input_layernorm, attention.gate, attention.o_norm

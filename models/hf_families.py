@@ -119,7 +119,7 @@ def _read_sparse(hf: dict[str, Any]) -> dict[str, Any]:
 _SPARSE = Fields(
     ("sparse_config",),
     _read_sparse,
-    lambda config: {"sparse_config": config.sparse.to_dict()} if config.sparse else {},
+    lambda config: {"sparse_config": config.infllm.to_dict()} if config.infllm else {},
 )
 _MIXERS = Fields(SALA_FIELDS, read_mixers, mixers_to_hf)
 

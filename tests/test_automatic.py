@@ -11,7 +11,6 @@ from bench.tables import read_rows
 from bmt_burst import InfLLMV2, Layout, Mask, strategies
 from bmt_burst.calls import softmax as calls
 from bmt_burst.calls.softmax import _find_strategy
-from bmt_burst.sparse.extension import Sparse
 from bmt_burst.strategies import choose
 from bmt_burst.strategies.ring import RingPlan
 from tests.cases import random_qkv
@@ -106,7 +105,7 @@ def test_only_calls_on_gpus_may_be_short():
 def test_the_near_part_of_sparse_calls_takes_the_ring():
     short = problem(Mask.causal(64), Layout.zigzag(64, 2))
     sparse = InfLLMV2(2, 2, 1, window_size=4, topk=3, dense_len=-1)
-    assert isinstance(Sparse(sparse).plan(short, 0, "auto").near, RingPlan)
+    assert isinstance(sparse.plan(short, 0, "auto").near, RingPlan)
 
 
 def test_a_short_call_gets_one_call(monkeypatch, caplog):

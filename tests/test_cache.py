@@ -243,7 +243,7 @@ WRONG = {
     ),
     "sparse attention after dense": (
         turn_sparse,
-        "expected extension=None, as in earlier calls of layer 0, got extension=Sparse",
+        "expected extension=None, as in earlier calls of layer 0, got extension=InfLLMV2",
     ),
     "a layer that there is not": (attend((3, 1)), "expected a layer below 3 in this Cache, got 3"),
     "a list for values": (

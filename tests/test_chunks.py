@@ -389,7 +389,7 @@ WRONG = {
     ),
     "another choice": (
         attend(sparse=InfLLMV2(dense_len=-1)),
-        "expected extension=None, as in earlier calls of layer 0, got extension=Sparse",
+        "expected extension=None, as in earlier calls of layer 0, got extension=InfLLMV2",
     ),
     "no backward of a layer": (
         attend_backward((0, 1, 2), (0, 2)),

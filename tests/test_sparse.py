@@ -317,7 +317,7 @@ def test_packed_and_varlen_functions_are_sparse_too():
         ({"causal": False}, "causal=True or a mask of causal documents with sparse, got none"),
         ({"mask": Mask.window(64, 8), "causal": False}, "needs causal documents"),
         ({"softcap": 2.0}, "sparse or softcap, got both"),
-        ({"sparse": 3}, "sparse must be an InfLLMV2, got int"),
+        ({"sparse": 3}, "sparse must be an Extension, such as InfLLMV2(), got int"),
         ({"sparse": BY_OTHERS}, "choose_by together with use_nope"),
         ({"choose_by": (torch.ones(1), torch.ones(1))}, "expected queries of choose_by of shape"),
         ({"choose_by": torch.ones(1)}, "choose_by must be a pair of queries and keys, got Tensor"),
@@ -668,7 +668,7 @@ def test_a_layer_refuses_what_excludes_sparse_attention():
     for options, message in (
         ({"window": 3}, "expected sparse or window"),
         ({"softcap": 2.0}, "expected sparse or softcap"),
-        ({"sparse": "InfLLMV2"}, "must be an InfLLMV2, got str"),
+        ({"sparse": "InfLLMV2"}, "sparse must be an Extension, such as .*, got str"),
     ):
         with pytest.raises((TypeError, ValueError), match=message):
             BurstAttention(32, 4, **{"sparse": SMALL, **options})

@@ -6,7 +6,6 @@ import torch
 from bmt_burst import InfLLMV2, Layout, Mask, burst_attn_func, simulate
 from bmt_burst.errors import RankFailed
 from bmt_burst.sequence.tile import KernelCall
-from bmt_burst.sparse.extension import Sparse
 from bmt_burst.strategies import Scoring
 from bmt_burst.strategies import ring as ring_strategy
 from bmt_burst.strategies.ring import RingPlan
@@ -186,7 +185,7 @@ def test_the_near_part_of_sparse_attention_sends_the_few_keys_that_queries_see()
     layout, kv_layout = (Layout.contiguous(tokens, 4) for tokens in (64, 1 << 14))
     mask = Mask.causal(64, 1 << 14)
     call = problem(mask, layout, heads=32, kv_heads=2, head_size=128, kv_layout=kv_layout)
-    near = Sparse(sparse).plan(call, 0, "ring").near
+    near = sparse.plan(call, 0, "ring").near
     assert isinstance(near, RingPlan)
     assert isinstance(forward_payload(call), QueriesOnly)
     assert isinstance(backward_payload(call), QueriesDelta)

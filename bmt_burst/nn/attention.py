@@ -5,17 +5,17 @@ Letters: B batch, S tokens of this rank, H query heads, G kv heads, D head size,
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from ..base.arguments import as_bool
 from ..base.dtypes import accumulator_dtype
-from ..extensions import find_kind
+from ..extensions import check_extension, find_kind
 from ..memories.keys import Softmax
 from ..ranks.sequence_parallel import SequenceParallel
-from ..sparse.config import InfLLMV2, check_layer
+from ..strategies.extension import Extension
 from .heads import SelfAttention
 
 
@@ -76,7 +76,7 @@ class BurstAttention(SelfAttention):
         softcap: float | None = None,
         softmax_scale: float | None = None,
         sinks: bool = False,
-        sparse: InfLLMV2 | None = None,
+        sparse: Extension | None = None,
         rotary: bool = True,
         output_gate: bool = False,
     ):
@@ -93,9 +93,10 @@ class BurstAttention(SelfAttention):
             output_gate=output_gate,
             rotary=rotary,
         )
-        check_layer(sparse, window=window, softcap=softcap)
-        if sparse is not None and not rotary:  # the choice is the same, by the same q and k
-            sparse = dataclasses.replace(sparse, use_nope=False)
+        if sparse is not None:
+            sparse = check_extension(sparse).for_layer(
+                rotary=rotary, window=window, softcap=softcap
+            )
         options = {"flash": flash, "deterministic": deterministic, "strategy": strategy}
         options |= {"softcap": softcap, "softmax_scale": softmax_scale, "sparse": sparse}
         self.kind, _ = find_kind(window, options)
@@ -107,16 +108,15 @@ class BurstAttention(SelfAttention):
         return self.kind.window
 
     @property
-    def sparse(self) -> InfLLMV2 | None:
-        """The constants of sparse attention in `kind`, read-only."""
-        return getattr(self.kind.extension, "config", None)
+    def sparse(self) -> Extension | None:
+        """The extension of `kind`, read-only."""
+        return self.kind.extension
 
-    def _find_choose_by(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor] | None:
-        chooses = self.sparse is not None and self.sparse.use_nope
-        return (q.detach(), k.detach()) if chooses else None
+    def _find_choose_by(self, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
+        return () if self.sparse is None else self.sparse.of_layer(q, k)
 
     def _find_tensors(
-        self, q: Tensor, choose_by: tuple[Tensor, Tensor] | None
+        self, q: Tensor, choose_by: Sequence[Tensor] | None
     ) -> tuple[Tensor | None, ...]:
         sinks = None if self.sinks is None else self.sinks.to(accumulator_dtype(q.dtype))
         return sinks, *(choose_by or ())

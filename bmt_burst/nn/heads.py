@@ -7,6 +7,7 @@ Letters: B batch, S tokens of this rank, H query heads, G kv heads, D head size,
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, ClassVar, NoReturn
 
 from torch import Tensor, nn
@@ -27,8 +28,8 @@ from .functions import apply_rope
 # Errors of wrong inputs. Not Exception: checkpointing stops a recomputation with one.
 _WRONG_INPUTS = (TypeError, ValueError, AttributeError, IndexError, RuntimeError)
 
-# q, k, v, and the queries and keys that sparse attention chooses by
-Heads = tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor] | None]
+# q, k, v, and what an extension takes of the layer, such as queries and keys to choose by
+Heads = tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]
 
 
 class SequenceParallelModule(nn.Module):
@@ -146,12 +147,12 @@ class SelfAttention(SequenceParallelModule):
         k: Tensor,
         v: Tensor,
         part: Part,
-        choose_by: tuple[Tensor, Tensor] | None = None,
+        choose_by: Sequence[Tensor] | None = None,
     ) -> Tensor:
         """Return the attention with heads side by side: (B, S, H * D).
 
         part       the part of a sequence that q, k and v are of
-        choose_by  as burst_attn_func's
+        choose_by  the tensors of the extension, as burst_attn_func's
 
         Raises on all ranks as `part.mix` does.
         """
@@ -162,7 +163,7 @@ class SelfAttention(SequenceParallelModule):
         return part.mix(self.layer, self.kind, q, k, v, *tensors).flatten(2)
 
     def _find_tensors(
-        self, q: Tensor, choose_by: tuple[Tensor, Tensor] | None
+        self, q: Tensor, choose_by: Sequence[Tensor] | None
     ) -> tuple[Tensor | None, ...]:
         """Return the tensors that the kind takes besides q, k and v."""
         return ()
@@ -200,9 +201,7 @@ class SelfAttention(SequenceParallelModule):
         return self.project_all(x, cos, sin)[:3]
 
     def project_all(self, x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Heads:
-        """Return what `project` does, and the `choose_by` of `attend`: q and k before they are
-        rotated, or None unless sparse attention needs them.
-        """
+        """Return what `project` does, and the `choose_by` of `attend`."""
         return self.rotate_heads(self.q_proj(x), self.k_proj(x), self.v_proj(x), cos, sin)
 
     def rotate_heads(
@@ -218,8 +217,9 @@ class SelfAttention(SequenceParallelModule):
         assert cos is not None and sin is not None
         return apply_rope(q, cos, sin), apply_rope(k, cos, sin), v, choose_by
 
-    def _find_choose_by(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor] | None:
-        return None
+    def _find_choose_by(self, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
+        """Return the `choose_by` of `attend`, from q and k before they are rotated."""
+        return ()
 
     def gate_heads(self, attended: Tensor, x: Tensor) -> Tensor:
         """Return the input of `o_proj`: the attention (B, S, H * D), normalized and gated if the

@@ -2,7 +2,7 @@
 
 A mask says which pairs are visible. A choice narrows that to some blocks of each document.
 
-config      `InfLLMV2`, the constants of the choice
+config      the constants of the choice
 compressed  means of neighbouring keys
 queries     the queries that choose. Earlier ones see no more blocks than they may choose
 choice      the definition of the choice, by `torch_choice`, or on GPUs `triton_choice`
@@ -14,7 +14,7 @@ key_sums    sums of keys by which new tokens choose, and their attention
 triton_decoding  the same for a `bmt_burst.Cache` on GPUs, also in CUDA graphs
 spans       gathers tokens of the sequence from all ranks, and returns gradients to their owners
 plan        the part of a rank in a call
-extension   the seam to a call of attention
+extension   `InfLLMV2`, the seam to calls, layers and models
 
 `choose` returns the choice of whole sequences on one process, for inspection. `burst_attn_func` and
 `nn.BurstAttention` take `sparse=InfLLMV2()`. `keep_choices` and `Choices` are for activation
@@ -24,6 +24,6 @@ checkpointing (`base/kept.py`). They also keep the states of lightning attention
 from ..base.kept import Results as Choices
 from ..base.kept import keep_results as keep_choices
 from .choice import choose
-from .config import InfLLMV2
+from .extension import InfLLMV2
 
 __all__ = ["Choices", "InfLLMV2", "choose", "keep_choices"]

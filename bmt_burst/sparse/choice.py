@@ -33,14 +33,14 @@ from ..base.streams import send_to_device
 from ..sequence.mask import Mask, Slice
 from .blocks import MOST_TOKENS
 from .compressed import CompressedKeys, compress, sum_strides
-from .config import InfLLMV2
+from .config import Constants
 from .queries import Choosers, documents, find_longest
 
 _MODULES = Modules(__package__, {"triton": "triton_choice", "torch": "torch_choice"})
 
 
 def choose(
-    q: Tensor, k: Tensor, mask: Mask, sparse: InfLLMV2, *, softmax_scale: float | None = None
+    q: Tensor, k: Tensor, mask: Mask, sparse: Constants, *, softmax_scale: float | None = None
 ) -> Tensor:
     """Return the blocks that each query of whole sequences attends to.
 
@@ -106,7 +106,7 @@ def _ends_document(s: Slice, end: int) -> bool:
 
 
 def choose_in_document(
-    q: Tensor, places: Tensor, keys: CompressedKeys, sparse: InfLLMV2, scale: float
+    q: Tensor, places: Tensor, keys: CompressedKeys, sparse: Constants, scale: float
 ) -> Tensor:
     """Return the chosen blocks of some queries of a document: (T, G, most_blocks) int32.
 
@@ -128,7 +128,7 @@ def choose_in_document(
 
 
 def choose_by_score(
-    q: Tensor, choosers: Choosers, keys: CompressedKeys, sparse: InfLLMV2, scale: float
+    q: Tensor, choosers: Choosers, keys: CompressedKeys, sparse: Constants, scale: float
 ) -> Tensor:
     """Return the blocks that `choosers` among the queries q (T, H, D) choose: (F, G, most_blocks)
     int32, rising, -1 at the end where there are fewer.
@@ -139,13 +139,13 @@ def choose_by_score(
     return chosen
 
 
-def _check_choose(q: Tensor, k: Tensor, mask: Mask, sparse: InfLLMV2) -> None:
+def _check_choose(q: Tensor, k: Tensor, mask: Mask, sparse: Constants) -> None:
     check_tensor("q", q)
     check_tensor("k", k)
     if not isinstance(mask, Mask):
         raise TypeError(f"expected mask to be a Mask, got {type(mask).__name__}")
-    if not isinstance(sparse, InfLLMV2):
-        raise TypeError(f"expected sparse to be an InfLLMV2, got {type(sparse).__name__}")
+    if not isinstance(sparse, Constants):
+        raise TypeError(f"expected sparse to be an Constants, got {type(sparse).__name__}")
     if q.dtype not in DTYPES or q.dtype != k.dtype or q.device != k.device:
         raise ValueError(
             "expected q and k of one floating point dtype on one device, got "

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..base.dtypes import accumulator_dtype
 from ..sequence.span import Span, length
-from .config import InfLLMV2
+from .config import Constants
 
 
 class CompressedKeys(NamedTuple):
@@ -33,7 +33,7 @@ class CompressedKeys(NamedTuple):
         )
 
 
-def sum_strides(k: Tensor, sparse: InfLLMV2) -> Tensor:
+def sum_strides(k: Tensor, sparse: Constants) -> Tensor:
     """Return the sums of each `kernel_stride` keys of a document: (n // stride, G, D), wide.
 
     k  (n, G, D), from the start of a document or from a multiple of the stride on
@@ -47,7 +47,7 @@ def sum_strides(k: Tensor, sparse: InfLLMV2) -> Tensor:
     return total
 
 
-def compress(strides: Tensor, sparse: InfLLMV2) -> CompressedKeys:
+def compress(strides: Tensor, sparse: Constants) -> CompressedKeys:
     """Return the compressed keys of documents from their `sum_strides` (n, ...): a scored one from
     each stride on, (n - 1, ...), and a normalizing one from each fourth, (n // 4 - 1, ...).
     """

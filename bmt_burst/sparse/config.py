@@ -12,28 +12,8 @@ _LEAST = {"init_blocks": 0, "dense_len": -1}  # others are 1 or more
 
 
 @dataclass(frozen=True)
-class InfLLMV2:
-    """Each query attends to `topk + window_size // block_size` blocks of its document, or to all
-    that are visible if they are fewer.
-
-    Some blocks are always chosen: the first `init_blocks`, the query's own, and the window_size //
-    block_size blocks before that. The others are those with the highest scores. The query heads of
-    a kv head share a choice.
-
-    block_size     tokens of a block. Blocks are counted from the start of each document.
-    kernel_size    tokens that a compressed key is the mean of, 2 * kernel_stride
-    kernel_stride  tokens from one compressed key to the next
-    init_blocks    blocks at the start of a document that are always chosen
-    window_size    tokens of the blocks before a query's own that are always chosen, at least one
-                   block
-    topk           blocks that are chosen in addition to those of the window
-    dense_len      calls are dense if their longest document has fewer tokens. With -1 none is.
-    use_nope       whether blocks are chosen by queries and keys without rotary positions, which the
-                   caller passes
-
-    Raises ValueError for constants that force more blocks than are chosen or that do not divide one
-    another, TypeError for anything but whole numbers and a bool.
-    """
+class Constants:
+    """The constants of InfLLM-V2, as `InfLLMV2` describes them."""
 
     block_size: int = 64
     kernel_size: int = 32
@@ -70,7 +50,7 @@ class InfLLMV2:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Return the configuration that a `sparse_config` of config.json describes.
+        """Return the constants that a `sparse_config` of config.json describes.
 
         Raises ValueError for an unknown name, TypeError for anything but names and values.
         """
@@ -103,14 +83,3 @@ class InfLLMV2:
     def is_dense(self, longest: int) -> bool:
         """Whether a call is dense if its longest document has this many tokens."""
         return longest < self.dense_len
-
-
-def check_layer(sparse: Any, **excluded: Any) -> None:
-    """Raise ValueError if a sparse layer also has an excluded argument, TypeError for no config."""
-    if sparse is None:
-        return
-    if not isinstance(sparse, InfLLMV2):
-        raise TypeError(f"sparse must be an InfLLMV2, got {type(sparse).__name__}")
-    for name, value in excluded.items():
-        if value is not None:
-            raise ValueError(f"expected sparse or {name}, got {sparse} and {name}={value}")

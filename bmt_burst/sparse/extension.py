@@ -1,4 +1,4 @@
-"""Sparse attention as a call sees it."""
+"""InfLLM-V2 as a call, a layer and a model see it (arXiv 2509.24663, 2506.07900)."""
 
 from __future__ import annotations
 
@@ -16,28 +16,62 @@ from ..sequence.mask import Mask
 from ..strategies import Plan, Problem, choose
 from ..strategies.extension import DenseCall, Extension, Tensors
 from .choice import find_fault
-from .config import InfLLMV2, check_layer
+from .config import Constants
 from .memory import SparseMemory
 from .plan import SparsePlan
 from .queries import find_longest, near_mask
 
 
 @dataclass(frozen=True)
-class Sparse(Extension):
-    """A choice of blocks by the data, with `use_nope` by its tensors: queries and keys."""
+class InfLLMV2(Constants, Extension):
+    """InfLLM-V2, the sparse attention of MiniCPM4. Each query attends to `topk + window_size //
+    block_size` blocks of its document, or to all that are visible if they are fewer.
 
-    config: InfLLMV2 | None
+    Some blocks are always chosen: the first `init_blocks`, the query's own, and the window_size //
+    block_size blocks before that. The others are those with the highest scores. The query heads of
+    a kv head share a choice.
+
+    block_size     tokens of a block. Blocks are counted from the start of each document.
+    kernel_size    tokens that a compressed key is the mean of, 2 * kernel_stride
+    kernel_stride  tokens from one compressed key to the next
+    init_blocks    blocks at the start of a document that are always chosen
+    window_size    tokens of the blocks before a query's own that are always chosen, at least one
+                   block
+    topk           blocks that are chosen in addition to those of the window
+    dense_len      calls are dense if their longest document has fewer tokens. With -1 none is.
+    use_nope       whether blocks are chosen by queries and keys without rotary positions, which the
+                   caller passes
+
+    Raises ValueError for constants that force more blocks than are chosen or that do not divide one
+    another, TypeError for anything but whole numbers and a bool.
+    """
 
     name = "sparse attention"
+    kind = "infllm-v2"
     takes_two_lengths = True
     memory = SparseMemory
 
     def check(self, tensors: Tensors, q: Tensor, k: Tensor) -> None:
-        check_layer(self.config)
         _check_choose_by(tensors, q, k)
-        if bool(tensors) != (self.config is not None and self.config.use_nope):
-            got = f"choose_by and sparse={self.config}" if tensors else f"{self.config} alone"
+        if bool(tensors) != self.use_nope:
+            got = f"choose_by and sparse={self}" if tensors else f"{self} alone"
             raise ValueError(f"expected choose_by together with use_nope=True, got {got}")
+
+    def for_layer(self, *, rotary: bool, **others: Any) -> Self:
+        for name, value in others.items():
+            if value is not None:
+                raise ValueError(f"expected sparse or {name}, got {self} and {name}={value}")
+        # without rotary positions the choice is the same, by the same q and k
+        return self if rotary else replace(self, use_nope=False)
+
+    def of_layer(self, q: Tensor, k: Tensor) -> Tensors:
+        return (q.detach(), k.detach()) if self.use_nope else ()
+
+    def work_mask(self, mask: Mask) -> Mask:
+        # Far kernels take about twice as long for a key as dense ones. So a query that chooses has
+        # the work of a window with twice the keys beyond its own one.
+        dense = self.is_dense(find_longest(mask))
+        return mask if dense else mask.windowed(2 * self.exact_tokens - self.window_size)
 
     def prepare(self, tensors: Tensors, q: Tensor) -> Tensors:
         found = (x.detach() if x.dim() == 4 else x.detach().unsqueeze(0) for x in tensors)
@@ -60,29 +94,27 @@ class Sparse(Extension):
         return self
 
     def in_chunks(self, masks: Sequence[Mask]) -> Self | None:
-        assert self.config, "a layer's extension has constants"
-        if masks and self.config.is_dense(max(map(find_longest, masks))):
+        if masks and self.is_dense(max(map(find_longest, masks))):
             return None
-        return replace(self, config=replace(self.config, dense_len=-1))
+        return replace(self, dense_len=-1)
 
     def terms(self, tensors: Tensors) -> dict[str, Any]:
-        return {"sparse": str(self.config), "kept choices": is_recomputing()}
+        return {"sparse": str(self), "kept choices": is_recomputing()}
 
     def plan(self, problem: Problem, rank: int, strategy: str) -> Plan:
-        assert self.config, "a checked extension has constants"
         longest = find_longest(problem.mask)
-        if self.config.is_dense(longest) or longest <= self.config.exact_tokens:
+        if self.is_dense(longest) or longest <= self.exact_tokens:
             plan = super().plan(problem, rank, strategy)
             plan.takes_inputs = False  # it has no use for what blocks are chosen by
             return plan
         # sparse sequences are long, and so "auto" takes the ring for what is near
         dense = "ring" if strategy == "auto" else strategy
-        near = replace(problem, mask=near_mask(problem.mask, self.config), forward="kv")
+        near = replace(problem, mask=near_mask(problem.mask, self), forward="kv")
         if problem.kv_layout is not None and problem.backward == "auto":
             near = replace(near, backward="kv")  # of many keys, queries see few here: few are sent
         span_bytes = sys.maxsize if strategy == "all-gather" else problem.group_bytes
         plan = choose(dense, near).plan(near, rank)
-        return SparsePlan(problem, self.config, rank, plan, span_bytes)
+        return SparsePlan(problem, self, rank, plan, span_bytes)
 
 
 def _check_choose_by(tensors: Tensors, q: Tensor, k: Tensor) -> None:

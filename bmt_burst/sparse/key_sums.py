@@ -12,7 +12,7 @@ from ..base.dtypes import accumulator_dtype
 from ..kernels.few_queries import attend_grouped
 from ..spec import Spec
 from .compressed import CompressedKeys, compress, sum_strides
-from .config import InfLLMV2
+from .config import Constants
 
 
 class KeySums:
@@ -23,7 +23,7 @@ class KeySums:
     tokens  the number of keys so far
     """
 
-    def __init__(self, sparse: InfLLMV2):
+    def __init__(self, sparse: Constants):
         self.sparse, self.tokens = sparse, 0
         self._strides: Tensor | None = None  # (n, B, G, D), the sums of whole strides
         self._rest: Tensor | None = None  # (T % stride, B, G, D), keys of an unfinished stride
@@ -68,7 +68,7 @@ def attend_to_chosen(
     positions: Tensor,
     places: Tensor,
     chosen: Tensor,
-    sparse: InfLLMV2,
+    sparse: Constants,
     spec: Spec,
 ) -> tuple[Tensor, Tensor]:
     """Return the attention of a few queries to those keys in their blocks that are at hand: out (S,

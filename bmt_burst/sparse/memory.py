@@ -20,7 +20,7 @@ from ..memories.protocol import Kind, Room, Turn, reserve_memory
 from ..merging.parts import Partials
 from ..spec import Spec
 from .choice import choose_in_document
-from .config import InfLLMV2
+from .config import Constants
 from .key_sums import KeySums, attend_to_chosen
 
 if TYPE_CHECKING:  # it needs the package triton
@@ -33,9 +33,10 @@ class SparseMemory(KeyMemory):
     """
 
     def __init__(self, kind: Softmax, room: Room, k: Tensor, v: Tensor):
-        config: InfLLMV2 | None = getattr(kind.extension, "config", None)
-        assert config is not None, "a checked extension has constants"
-        self.config, self.sums_of_keys = config, KeySums(config)
+        config: Any = kind.extension
+        assert isinstance(config, Constants), "its extension is InfLLMV2"
+        self.config: Constants = config
+        self.sums_of_keys = KeySums(config)
         self._decoding: DecodingKeys | None = None  # on GPUs, once there are new tokens
         by_k = (k,) if config.use_nope and room.chunks is not None else ()
         super().__init__(kind, room, k, v, *by_k)

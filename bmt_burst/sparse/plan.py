@@ -45,7 +45,7 @@ from . import torch_far
 from .blocks import FarBlocks, FarKeys, packed_dtype
 from .choice import choose_by_score
 from .compressed import CompressedKeys, compress, sum_strides
-from .config import InfLLMV2
+from .config import Constants
 from .queries import Choosers, find_longest, own_keys
 from .spans import Spans
 
@@ -63,7 +63,7 @@ class SparsePlan(Plan):
     span_bytes  the most bytes of keys and values in a span, unless a stride of tokens is larger
     """
 
-    def __init__(self, problem: Problem, sparse: InfLLMV2, rank: int, near: Plan, span_bytes: int):
+    def __init__(self, problem: Problem, sparse: Constants, rank: int, near: Plan, span_bytes: int):
         self.problem, self.rank, self.sparse = problem, rank, sparse
         self.near, self.span_bytes = near, span_bytes
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..sequence.mask import Mask, Slice
 from ..sequence.span import Span, length, overlap, shifted
-from .config import InfLLMV2
+from .config import Constants
 
 
 def documents(mask: Mask) -> list[Span]:
@@ -48,7 +48,7 @@ def find_longest(mask: Mask) -> int:
     return max(map(length, documents(mask)), default=0)
 
 
-def near_mask(mask: Mask, sparse: InfLLMV2) -> Mask:
+def near_mask(mask: Mask, sparse: Constants) -> Mask:
     """Return all pairs of the first `exact_tokens` of documents, and the windows of later ones."""
     slices = []
     for s in mask.slices:
@@ -62,15 +62,6 @@ def near_mask(mask: Mask, sparse: InfLLMV2) -> Mask:
             if length(queries):
                 slices.append(Slice(queries, keys, low, high and high + low))
     return Mask(mask.seq_len, tuple(slices), mask.kv_len)
-
-
-def work_mask(mask: Mask, sparse: InfLLMV2) -> Mask:
-    """Return a mask to balance layouts by, with about the work of sparse attention for each query.
-
-    The far kernels take about twice as long for a key as dense ones. So a query that chooses
-    has the work of a window with twice the keys beyond its own one.
-    """
-    return mask.windowed(2 * sparse.exact_tokens - sparse.window_size)
 
 
 class ChoosingDocument(NamedTuple):
@@ -110,7 +101,7 @@ class Choosers:
         return Choosers(tokens, places, (whole,))
 
     @staticmethod
-    def of_tokens(positions: Tensor, mask: Mask, sparse: InfLLMV2) -> Choosers:
+    def of_tokens(positions: Tensor, mask: Mask, sparse: Constants) -> Choosers:
         """Return those among tokens at rising positions (S,) of the keys."""
         spans = [span for span in documents(mask) if length(span) > sparse.exact_tokens]
         later = torch.tensor(spans, dtype=torch.int64).view(-1, 2)

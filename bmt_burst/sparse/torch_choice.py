@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .compressed import CompressedKeys
-from .config import InfLLMV2
+from .config import Constants
 from .queries import Choosers
 
 _QUERIES = 64  # of a tile of scores
@@ -24,7 +24,7 @@ _ALIGNED = 16  # a tile's head size is a multiple of this
 
 
 def choose_by_score(
-    q: Tensor, choosers: Choosers, keys: CompressedKeys, sparse: InfLLMV2, scale: float
+    q: Tensor, choosers: Choosers, keys: CompressedKeys, sparse: Constants, scale: float
 ) -> Tensor:
     """Do what `choice.choose_by_score` does."""
     found = [q.new_empty(0, keys.scored.shape[1], sparse.most_blocks, dtype=torch.int32)]
@@ -36,7 +36,7 @@ def choose_by_score(
 
 
 def _choose(
-    q: Tensor, places: Tensor, keys: CompressedKeys, sparse: InfLLMV2, scale: float
+    q: Tensor, places: Tensor, keys: CompressedKeys, sparse: Constants, scale: float
 ) -> Tensor:
     """Return the chosen blocks of queries (T, H, D) at some places (T,) of a document."""
     wide, lacking = q.to(keys.scored.dtype) * scale, -len(q) % _QUERIES
@@ -52,7 +52,7 @@ def _choose(
     return torch.stack(found, 1)[: len(q)]
 
 
-def _score_blocks(q: Tensor, places: Tensor, columns: CompressedKeys, sparse: InfLLMV2) -> Tensor:
+def _score_blocks(q: Tensor, places: Tensor, columns: CompressedKeys, sparse: Constants) -> Tensor:
     """Return A of a tile of queries (64, heads, D) of a kv head: (64, blocks), -inf for blocks that
     begin after the query, inf for those that are always chosen.
 
@@ -73,7 +73,7 @@ def _score_blocks(q: Tensor, places: Tensor, columns: CompressedKeys, sparse: In
     return _find_largest(torch.cat(sums, 1), places, last // sparse.block_size + 1, sparse)
 
 
-def _find_largest(sums: Tensor, places: Tensor, blocks: int, sparse: InfLLMV2) -> Tensor:
+def _find_largest(sums: Tensor, places: Tensor, blocks: int, sparse: Constants) -> Tensor:
     """Return A from the sums S (64, kernels), which are -1 for kernels that are not visible."""
     each = sparse.block_size // sparse.kernel_stride
     lacking = blocks * each - sums.shape[1]

@@ -45,7 +45,7 @@ from ..kernels.triton import LaunchShape, make_dense, padded_width, precision
 from ..kernels.triton_memory import INFINITY, LOG2_E, address_rows, load_rows, wide
 from ..sequence.span import length
 from .compressed import CompressedKeys
-from .config import InfLLMV2
+from .config import Constants
 from .queries import Choosers
 from .triton_far import count_tokens, tile_rows
 
@@ -116,7 +116,7 @@ class Tiles(NamedTuple):
 
 
 def choose_by_score(
-    q: Tensor, choosers: Choosers, keys: CompressedKeys, sparse: InfLLMV2, scale: float
+    q: Tensor, choosers: Choosers, keys: CompressedKeys, sparse: Constants, scale: float
 ) -> Tensor:
     """Do what `choice.choose_by_score` does, for fp16, bf16 or fp32 queries."""
     shape = len(choosers.places), keys.scored.shape[1], sparse.most_blocks
@@ -132,7 +132,7 @@ def choose_by_score(
     return chosen
 
 
-def find_tiles(q: Tensor, choosers: Choosers, sparse: InfLLMV2, groups: int) -> Tiles:
+def find_tiles(q: Tensor, choosers: Choosers, sparse: Constants, groups: int) -> Tiles:
     """Return the tiles of some queries, on the device of q (T, H, D)."""
     tokens = count_queries(q, sparse, groups)
 
@@ -143,7 +143,7 @@ def find_tiles(q: Tensor, choosers: Choosers, sparse: InfLLMV2, groups: int) -> 
 
 
 def choose_in_spans(
-    q: Tensor, tiles: Tiles, keys: CompressedKeys, sparse: InfLLMV2, scale: float
+    q: Tensor, tiles: Tiles, keys: CompressedKeys, sparse: Constants, scale: float
 ) -> Tensor:
     """Return the blocks that queries choose: (F, G, most_blocks) int32, rising, -1 at the end where
     there are fewer. Queries may see few blocks, and then choose all.
@@ -169,7 +169,7 @@ def normalize(
     q: Tensor,
     tiles: Tiles,
     keys: CompressedKeys,
-    sparse: InfLLMV2,
+    sparse: Constants,
     scale: float,
     spans: int | None = None,
 ) -> Tensor:
@@ -195,7 +195,7 @@ def score_blocks(
     piece: ChoicePiece,
     normalizers: Tensor,
     keys: CompressedKeys,
-    sparse: InfLLMV2,
+    sparse: Constants,
     scale: float,
     span: int,
 ) -> tuple[Tensor, Tensor]:
@@ -224,7 +224,7 @@ def score_blocks(
 
 
 def take_largest(
-    scores: Tensor, of_last: Tensor, places: Tensor, chosen: Tensor, sparse: InfLLMV2
+    scores: Tensor, of_last: Tensor, places: Tensor, chosen: Tensor, sparse: Constants
 ) -> None:
     """Fill chosen (T, G, most_blocks), which are -1, with the blocks that each query takes."""
     (groups, queries, blocks), most = scores.shape, sparse.most_blocks
@@ -255,12 +255,12 @@ def split(keys: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.stack([high, (keys - high).to(dtype)])
 
 
-def count_queries(q: Tensor, sparse: InfLLMV2, groups: int) -> int:
+def count_queries(q: Tensor, sparse: Constants, groups: int) -> int:
     """Return the queries of a tile."""
     return int(_prepare(q, sparse, groups)[1]["TOKENS"])
 
 
-def _prepare(q: Tensor, sparse: InfLLMV2, groups: int) -> tuple[Tensor, dict[str, Any], int]:
+def _prepare(q: Tensor, sparse: Constants, groups: int) -> tuple[Tensor, dict[str, Any], int]:
     """Return dense queries, what both kernels' launches share, and the kernels of a step."""
     q = make_dense(q)
     launch = _SINGLE if q.dtype == torch.float32 else _HALF

@@ -23,7 +23,7 @@ from ..memories.protocol import select_rows
 from ..merging.parts import Partials
 from ..spec import Spec
 from .compressed import CompressedKeys
-from .config import InfLLMV2
+from .config import Constants
 from .key_sums import KeySums
 from .triton_choice import ChoicePiece, Tiles, choose_in_spans, count_queries, split
 
@@ -41,7 +41,7 @@ class DecodingKeys:
     limit  the most tokens
     """
 
-    def __init__(self, sums: KeySums | None, k: Tensor, limit: int, sparse: InfLLMV2):
+    def __init__(self, sums: KeySums | None, k: Tensor, limit: int, sparse: Constants):
         self.sparse, self._blocks = sparse, -(-limit // sparse.block_size)
         # of a row of the batch: of whole blocks, and of whole kernels 2
         self._strides = -(-self._blocks * sparse.block_size // (4 * sparse.kernel_stride)) * 4

@@ -15,7 +15,7 @@ The seam is for softmax attention: sinks and return_lse need the lse of a plan.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Self
 
 from torch import Tensor
@@ -45,12 +45,14 @@ class Extension(ABC):
     what tensors are and on whether the call is recomputed, but not on values.
 
     name               what messages call it
+    kind               the name in a configuration (`register_extension`), None if it has none
     brings             the argument that brings a mask, if any
     takes_two_lengths  whether queries and keys may be other tokens, or lie elsewhere
     memory             the class of a layer's memory, None for memories.keys.KeyMemory
     """
 
     name: str
+    kind: ClassVar[str | None] = None
     brings: str = "nothing"
     takes_two_lengths: bool = False
     memory: ClassVar[Any] = None
@@ -63,6 +65,32 @@ class Extension(ABC):
     @abstractmethod
     def check(self, tensors: Tensors, q: Tensor, k: Tensor) -> None:
         """Raise TypeError or ValueError if tensors are wrong. q and k are those of the user."""
+
+    def for_layer(self, *, rotary: bool, window: int | None, softcap: float | None) -> Self:
+        """Return the extension of a layer with these options. Raises ValueError if it excludes one.
+
+        rotary  whether the layer rotates q and k
+        """
+        return self
+
+    def of_layer(self, q: Tensor, k: Tensor) -> Tensors:
+        """Return the tensors that a layer passes, from q (B, S, H, D) and k (B, S, G, D) before
+        they are rotated.
+        """
+        return ()
+
+    def work_mask(self, mask: Mask) -> Mask:
+        """Return a mask with about the work of each query. Layouts are balanced by it."""
+        return mask
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the values of a configuration, as JSON takes them: those of `from_dict`."""
+        raise NotImplementedError(f"{type(self).__name__} has no place in a configuration")
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Return the extension with these values. Raises TypeError or ValueError for wrong ones."""
+        raise NotImplementedError(f"{cls.__name__} has no place in a configuration")
 
     def prepare(self, tensors: Tensors, q: Tensor) -> Tensors:
         """Return the plan's inputs. q (B, S, H, D) is prepared."""

@@ -18,7 +18,7 @@ from bmt_burst.parts.chunks import Chunk
 from bmt_burst.sequence.mask import Mask
 from bmt_burst.sequence.span import length
 from bmt_burst.sparse import InfLLMV2
-from bmt_burst.sparse.queries import find_longest, work_mask
+from bmt_burst.sparse.queries import find_longest
 from models.config import CPMConfig
 from train.base.wording import counted
 from train.data.folder import Row
@@ -243,7 +243,7 @@ class Batches(Dealer[MicroBatch]):
 
     def describe(self, data: Source) -> str:
         model, seen = self._model, data.description
-        if sparse := model.sparse:
+        if sparse := model.infllm:
             least = f" if a document has {sparse.dense_len:,} tokens"
             blocks = f"{sparse.most_blocks} blocks of {counted(sparse.block_size, 'token')}"
             seen += f", sparse attention to {blocks}{least if sparse.dense_len != -1 else ''}"
@@ -319,7 +319,7 @@ class Batches(Dealer[MicroBatch]):
 
     def _is_sparse(self, masks: Iterable[Mask]) -> bool:
         """Whether calls of rows with these masks are sparse. The longest document decides."""
-        sparse = self._model.sparse
+        sparse = self._model.infllm
         return sparse is not None and not sparse.is_dense(max(map(find_longest, masks)))
 
     def _plan_row(self, mask: Mask, balanced: bool, is_sparse: bool) -> _RowPlan:
@@ -332,11 +332,12 @@ class Batches(Dealer[MicroBatch]):
         else:
             cut = mask.seq_len, self.sp.size, chunk
             layout, balanced = Layout.chunks(*cut, self._chunk_layout), False
-        sparse = self._model.sparse if is_sparse else None
+        sparse = self._model.infllm if is_sparse else None
         if balanced and self.sp.size > 1:
             # full layers first
             full = in_layers[min(in_layers, key=bool)] if in_layers else mask
-            layout = Layout.balanced(work_mask(full, sparse) if sparse else full, self.sp.size)
+            extension = self._model.sparse
+            layout = Layout.balanced(extension.work_mask(full) if extension else full, self.sp.size)
         seen = [
             count * (sparse_keys(mask, sparse) if sparse else keys_seen(in_layers[window]))
             for window, count in self._windows.items()

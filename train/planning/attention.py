@@ -14,7 +14,6 @@ from bmt_burst.kernels.fa4 import Fa4Kernel
 from bmt_burst.ranks.rings import Rings
 from bmt_burst.sequence.layout import Chunked, count_chunks
 from bmt_burst.sparse.blocks import packed_dtype
-from bmt_burst.sparse.extension import Sparse
 from bmt_burst.sparse.queries import near_mask
 from bmt_burst.spec import Spec
 from bmt_burst.strategies import Problem, Sizes
@@ -168,7 +167,7 @@ def _reserve(shape: AttentionShape) -> Rings:
         if shape.sparse is None:
             plan = strategies.choose(shape.strategy, problem).plan(problem, 0)
         else:
-            plan = Sparse(shape.sparse).plan(problem, 0, shape.strategy)
+            plan = shape.sparse.plan(problem, 0, shape.strategy)
         plan.reserve(rings, META, with_backward=True)
     return rings
 

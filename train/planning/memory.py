@@ -231,14 +231,14 @@ def _unit_tokens(config: TrainConfig) -> int:
 def _find_layers(config: TrainConfig, model: CPMConfig, batch: int) -> list[_Layers]:
     """Return the row of units, with the loss at its end."""
     tokens, chunk = _unit_tokens(config), config.tokens_of_chunk
-    sparse = model.sparse
+    sparse = model.infllm
     if sparse is not None and sparse.is_dense(config.seq_len):
         sparse = None
     if sparse is not None and chunk is not None:  # the whole sequence decides, not a chunk
         sparse = replace(sparse, dense_len=-1)
     model = replace(model, sparse=sparse)
     whole = replace(config.saving(), offload=None)
-    blocks = 0 if model.sparse is None else -(-config.seq_len // model.sparse.block_size)
+    blocks = 0 if sparse is None else -(-config.seq_len // sparse.block_size)
     shape = Shape(
         model,
         DTYPES[config.dtype],
@@ -323,7 +323,7 @@ def attention_shape(
         inner=config.ulysses_size or config.inner_size or config.sp_size,
         strategy=config.attention["strategy"],
         window=window,
-        sparse=model.sparse,
+        sparse=model.infllm,
         chunk=config.tokens_of_chunk,
     )
 

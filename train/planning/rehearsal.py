@@ -39,8 +39,7 @@ from bmt_burst.merging.merge import empty_lse
 from bmt_burst.ranks.rings import Rings
 from bmt_burst.sequence.layout import Chunked, Stacked
 from bmt_burst.sequence.tile import KernelCall
-from bmt_burst.sparse.extension import Sparse
-from bmt_burst.sparse.queries import find_longest, work_mask
+from bmt_burst.sparse.queries import find_longest
 from bmt_burst.spec import Spec
 from bmt_burst.strategies import GROUP_BYTES, Plan, Problem, Sizes
 from bmt_burst.strategies.compute import Keys, QueryGradients
@@ -218,7 +217,7 @@ class Rehearsal:
         if self.layout == "auto" and balanced and self.sp_size > 1:
             work = within(min(self.windows, key=bool))  # as train.data.batches does
             if self.constants and not self.constants.is_dense(find_longest(mask)):
-                work = work_mask(work, self.constants)
+                work = self.constants.work_mask(work)
             layout = Layout.balanced(work, self.sp_size)
         else:
             name = "zigzag" if self.layout == "auto" else self.layout
@@ -291,7 +290,7 @@ class Rehearsal:
             for side, name, rank in ways:
                 problem = self.problem(seen, kernel, side)
                 if self.constants:
-                    plan = Sparse(self.constants).plan(problem, rank, name)
+                    plan = self.constants.plan(problem, rank, name)
                 else:
                     plan = strategies.choose(name, problem).plan(problem, rank)
                 yield plan, problem, rank

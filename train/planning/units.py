@@ -242,7 +242,7 @@ class _Part:
     def __init__(self, ledger: Ledger, shape: Shape):
         self.ledger, self.shape, self.in_backward = ledger, shape, False
         # the blocks that sparse attention chooses for each token and kv head
-        sparse = shape.model.sparse
+        sparse = shape.model.infllm
         self.far_blocks = 0 if sparse is None else sparse.most_blocks - sparse.window_blocks
         self.memories: dict[int, KeyMemory] = {}
         self.levels: Counter[str] = Counter()

@@ -184,7 +184,7 @@ def make_rehearsal(
         sp_size=sp.size,
         inner_size=make_rings(sp.process_group, sp.double_group).inner.size,
         windows=list(dict.fromkeys(model.windows)),
-        sparse=model.sparse.to_dict() if model.sparse else None,
+        sparse=model.infllm.to_dict() if model.infllm else None,
         documents=data.documents,
         many_documents=most is None or most * rows >= _MANY_DOCUMENTS,
         chunks=1 if chunk is None else count_chunks(config.seq_len, chunk),

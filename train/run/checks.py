@@ -7,9 +7,10 @@ import math
 
 import torch
 
-from bmt_burst import InfLLMV2, Layout, Scores, kernels, strategies
+from bmt_burst import Layout, Scores, kernels, strategies
 from bmt_burst.bias.kernels import load
 from bmt_burst.bias.scoring import TableScoring
+from bmt_burst.extensions import read_extension
 from bmt_burst.sequence.layout import count_chunks
 from bmt_burst.sequence.mask import Mask
 from bmt_burst.spec import Spec
@@ -180,7 +181,7 @@ def refuses_chunk(settings: Settings, tokens: int) -> str | None:
 
 def _check_tables(settings: Settings) -> None:
     """Raise ValueError for options of several numbers that are wrong."""
-    for name, read in (("rope_scaling", RopeScaling.from_dict), ("sparse", InfLLMV2.from_dict)):
+    for name, read in (("rope_scaling", RopeScaling.from_dict), ("sparse", read_extension)):
         if (values := getattr(settings, name)) is not None:
             try:
                 read(dict(values))

@@ -12,8 +12,8 @@ from ...base.compiled import not_compiled
 from ...base.dtypes import accumulator_dtype
 from ...calls.refusal import refuse_call
 from ...calls.softmax import SoftmaxAttention
-from ...sparse.config import InfLLMV2
-from ...sparse.extension import Sparse
+from ...extensions import read_extension
+from ...strategies.extension import Extension
 from .configs import ATTENTION
 from .inputs import ForwardInputs
 
@@ -60,7 +60,7 @@ def attention(
             scaling,
             softcap=softcap,
             window=sliding_window if is_limited else None,
-            extension=None if sparse is None else Sparse(sparse),
+            extension=sparse,
             **bmt_burst.options,
         )
     except (TypeError, ValueError) as error:
@@ -79,16 +79,18 @@ def _make_window(*_args: Any, local_size: int | None = None, **_named: Any) -> i
     return local_size
 
 
-def _find_sparse(module: nn.Module) -> InfLLMV2 | None:
-    """Return the sparse_config of a layer's configuration. Raises ValueError for a wrong one."""
+def _find_sparse(module: nn.Module) -> Extension | None:
+    """Return the extension in the sparse_config of a layer's configuration. Raises ValueError for a
+    wrong one, and if it takes what transformers does not pass.
+    """
     constants = getattr(module.config, "sparse_config", None)
     if constants is None:
         return None
     try:
-        sparse = InfLLMV2.from_dict(constants)
+        sparse = read_extension(constants)
     except (TypeError, ValueError) as error:
         raise ValueError(f"sparse_config: {error}") from error
-    if sparse.use_nope:
+    if getattr(sparse, "use_nope", False):
         raise ValueError(
             "sparse_config: expected use_nope=False, since transformers passes rotated queries and "
             "keys alone, got True"
