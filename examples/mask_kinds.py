@@ -28,6 +28,15 @@ def sliding_with_sink(seq_len: int, window: int, sink: int) -> Mask:
     return Mask(seq_len, (Slice(every, (0, sink), low=0), windowed))
 
 
+def completions(seq_len: int) -> Mask:
+    """Return the mask of a prompt with two completions, one of which has two ends, or of fewer
+    branches if there are few tokens.
+    """
+    lengths = [seq_len - 4 * (seq_len // 6), *[seq_len // 6] * 4]
+    kept = [i for i, count in enumerate(lengths) if count]
+    return Mask.tree([lengths[i] for i in kept], [(None, 0, 0, 2, 2)[i] for i in kept])
+
+
 def _bounds(seq_len: int) -> list[int]:
     """Return cu_seqlens of three documents, or fewer if there are few tokens."""
     return sorted({0, seq_len // 5, seq_len // 2, seq_len})
@@ -42,5 +51,6 @@ EXAMPLES: dict[str, Callable[[int], Mask]] = {
     "windows-in-documents": lambda n: Mask.documents(_bounds(n), window=max(n // 8, 1)),
     "window-to-both-sides": lambda n: Mask.documents((0, n), causal=False, window=max(n // 8, 1)),
     "prefix": lambda n: prefix(n, n // 3),
+    "tree": completions,
     "window-with-sink": lambda n: sliding_with_sink(n, max(n // 5, 1), n // 8),
 }

@@ -130,7 +130,7 @@ def test_trees_of_drafts_have_neither_positions_nor_next_tokens():
     first, second = Slice((0, 5), (0, 5), 0), (Slice((5, 7), (0, 2)), Slice((5, 7), (5, 7), 0))
     tree = Mask(9, (first, *second))
     for work, message in (
-        (tree.positions, "token 5 does not see token 4, as in a tree of drafts: pass positions"),
+        (tree.positions, "token 5 does not see token 4, as in a tree of drafts: make the mask by"),
         (
             lambda: shift_labels(torch.arange(9), mask=tree),
             "token 5 does not see token 4, as in a tree of drafts: make the labels from",

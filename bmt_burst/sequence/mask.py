@@ -17,7 +17,7 @@ import hashlib
 import itertools
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ from torch import Tensor
 from ..base.arguments import as_bool, as_int
 from .span import Span, hull, length, merged, overlap, shifted
 from .tile import flipped
+from .trees import Depths, cut_at_depths, join_depths, read_tree
 
 _DRAWN = 32  # rows and columns of a drawing, at most
 _SHADES = " .:+#"
@@ -84,6 +85,8 @@ class Mask:
     in two slices.
 
     kv_len  by default seq_len. Then queries and keys usually are the same tokens.
+    depths  of `tree`, None for other masks: rising runs (first token, its depth) of tokens whose
+            depths rise by 1. Windows and positions go by depths
 
     Raises ValueError for slices that overlap or leave the sequence, and for numbers beyond 64 bits.
     Raises TypeError for anything but whole numbers.
@@ -92,6 +95,7 @@ class Mask:
     seq_len: int
     slices: tuple[Slice, ...]
     kv_len: int = None  # type: ignore[assignment]  # it is a number once the mask is made
+    depths: Depths | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         n, m = _lengths(self.seq_len, self.kv_len)
@@ -159,24 +163,61 @@ class Mask:
         return _mask(queries[-1], slices, keys[-1])
 
     @staticmethod
+    def tree(lengths: Sequence[int], parents: Sequence[int | None]) -> Mask:
+        """Return the mask of trees of tokens, such as a prompt with several completions: a token
+        sees the tokens of its node's ancestors, and itself and the earlier ones of its node.
+
+        lengths  the tokens of each node. The nodes lie one after the other
+        parents  the number of each node's parent, which comes before it, or None for a root
+
+        `positions` are depths, and windows count by depth. Masks are smallest if each node is
+        followed by all its descendants. Raises ValueError for lengths below 1, for parents that
+        come later, and for another number of parents. Raises TypeError for anything but whole
+        numbers and None.
+        """
+        nodes = read_tree(lengths, parents)
+        slices = [
+            Slice(queries, node.span, 0 if queries[0] == node.span[0] else None)
+            for node in nodes
+            for queries in node.subtree
+        ]
+        depths = join_depths([(node.span[0], node.depth) for node in nodes])
+        n = _number("the sum of lengths", nodes[-1].span[1])
+        return _mask(n, sorted(slices, key=_start), depths=depths)
+
+    @staticmethod
     def stacked(masks: Sequence[Mask]) -> Mask:
         """Return the mask of several sequences, one after the other, that do not see each other.
 
-        Raises ValueError without masks, TypeError for anything but a Mask.
+        Raises ValueError without masks, and for trees next to masks without `positions`. Raises
+        TypeError for anything but a Mask.
         """
         slices, start, kv_start = [], 0, 0
+        depths: list[tuple[int, int]] = []
         if not masks:
             raise ValueError("expected at least one mask to stack, got none")
         for mask in masks:
             if not isinstance(mask, Mask):
                 raise TypeError(f"expected Masks to stack, got {type(mask).__name__}")
+            if any(isinstance(other, Mask) and other.depths for other in masks):
+                depths += [(start + at, depth) for at, depth in mask.find_depths()]
             by = start - kv_start
             slices += [
                 _move_band(s._replace(q=shifted(s.q, start), kv=shifted(s.kv, kv_start)), by)
                 for s in mask.slices
             ]
             start, kv_start = start + mask.seq_len, kv_start + mask.kv_len
-        return _mask(start, slices, kv_start)
+        return _mask(start, slices, kv_start, join_depths(depths) or None)
+
+    def find_depths(self) -> Depths:
+        """Return the depths of a tree. In other masks a token's depth is its position in its
+        document. Raises ValueError if it has none, as `positions` says.
+        """
+        if self.depths is not None:
+            return self.depths
+        hint = "make the mask by Mask.tree, or pass positions of your own"
+        self.check_unbroken("positions()", hint)
+        return tuple((start, 0) for start, _ in self.parts)
 
     def rows(self, start: int, stop: int) -> Mask:
         """Return the mask of queries start to stop - 1 and all keys.
@@ -189,6 +230,8 @@ class Mask:
                 f"expected rows 0 <= start < stop <= {self.seq_len}, got start={rows[0]} and "
                 f"stop={rows[1]}"
             )
+        if length(rows) == self.seq_len:
+            return self
         slices = [
             _move_band(s._replace(q=shifted(overlap(s.q, rows), -rows[0])), -rows[0])
             for s in self.slices
@@ -198,16 +241,21 @@ class Mask:
         return _mask(length(rows), sorted(found, key=_start), self.kv_len)
 
     def windowed(self, window: int) -> Mask:
-        """Return the mask without the keys `window` or more positions before a query.
+        """Return the mask without the keys `window` or more positions before a query. In trees these
+        are positions in a branch.
 
         Raises ValueError for a mask of two lengths.
         """
         self.check_one_length("windowed()")
-        high = _positive("window", window)
-        slices = (
-            s._replace(high=high if s.high is None else min(s.high, high)) for s in self.slices
-        )
-        return _mask(self.seq_len, tuple(s for s in slices if s.area))
+        most, depths = _positive("window", window), self.depths or ((0, 0),)
+        slices = []
+        for s in self.slices:
+            for q, behind in cut_at_depths(depths, s.q, self.seq_len):
+                for kv, before in cut_at_depths(depths, s.kv, self.seq_len):
+                    high = most + behind - before
+                    found = Slice(q, kv, s.low, high if s.high is None else min(s.high, high))
+                    slices += [found] * (found.area > 0)
+        return _mask(self.seq_len, sorted(slices, key=_start), depths=self.depths)
 
     @functools.cached_property
     def area(self) -> int:
@@ -227,6 +275,8 @@ class Mask:
             numbers.append(self.kv_len)
         for (a, b), (c, d), low, high in self.slices:
             numbers.extend((a, b, c, d, low is None, low or 0, high is None, high or 0))
+        for run in self.depths or ():
+            numbers.extend((-1, *run))
         return hashlib.blake2b(numbers.tobytes(), digest_size=16).hexdigest()
 
     @functools.cached_property
@@ -265,7 +315,7 @@ class Mask:
     def transposed(self) -> Mask:
         """The mask with queries and keys exchanged. It has pair (i, j) if this mask has (j, i)."""
         slices = [Slice(*flipped(s)) for s in self.slices]
-        return _mask(self.kv_len, sorted(slices, key=_start), self.seq_len)
+        return _mask(self.kv_len, sorted(slices, key=_start), self.seq_len, self.depths)
 
     @functools.cached_property
     def equal_keys(self) -> tuple[Span, ...]:
@@ -306,15 +356,17 @@ class Mask:
             )
 
     def positions(self, device: torch.device | str | None = None) -> Tensor:
-        """Return the position of each token in its document, for RoPE: (seq_len,) int64.
+        """Return the position of each token in its document, for RoPE: (seq_len,) int64. In a tree
+        it is the token's depth.
 
         Documents are `parts`. Raises ValueError unless each token of a document sees the token
-        before it, and for a mask of two lengths. A tree of drafts has no such positions.
+        before it or the mask is a `tree`, and for a mask of two lengths.
         """
-        self.check_unbroken("positions()", "pass positions of your own, as the depth of each token")
-        starts = torch.tensor([start for start, _ in self.parts])
-        lengths = torch.tensor([length(span) for span in self.parts])
-        return (torch.arange(self.seq_len) - starts.repeat_interleave(lengths)).to(device)
+        starts, depths = torch.tensor(self.find_depths()).T
+        lengths = torch.diff(starts, append=torch.tensor([self.seq_len]))
+        offsets = (starts - depths).repeat_interleave(lengths)
+        positions: Tensor = torch.arange(self.seq_len) - offsets
+        return positions.to(device)
 
     def dense(self, device: torch.device | str | None = None) -> Tensor:
         """Return the mask as (seq_len, kv_len) bool: True where a query sees a key. For tests."""
@@ -344,6 +396,8 @@ class Mask:
         share = self.area / (self.seq_len * self.kv_len)
         parts = len(self.parts)
         tokens = f"{self.seq_len:,} tokens, {parts:,} document{'s' * (parts > 1)}"
+        if self.depths is not None:
+            tokens += f", {len(self.depths):,} branches"
         if self.kv_len != self.seq_len:
             tokens = f"{self.seq_len:,} queries, {self.kv_len:,} keys"
         pairs = f"{self.area:,} visible pairs ({share:.1%})"
@@ -372,12 +426,15 @@ def plain_mask(seq_len: int, causal: bool = True, kv_len: int | None = None) -> 
     return (Mask.causal if causal else Mask.full)(seq_len, kv_len)
 
 
-def _mask(seq_len: int, slices: Sequence[Slice], kv_len: int | None = None) -> Mask:
+def _mask(
+    seq_len: int, slices: Sequence[Slice], kv_len: int | None = None, depths: Depths | None = None
+) -> Mask:
     """Make a mask of slices that are known to be valid and in order."""
     mask = object.__new__(Mask)
     object.__setattr__(mask, "seq_len", seq_len)
     object.__setattr__(mask, "slices", tuple(slices))
     object.__setattr__(mask, "kv_len", seq_len if kv_len is None else kv_len)
+    object.__setattr__(mask, "depths", depths)
     return mask
 
 

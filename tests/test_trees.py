@@ -1,0 +1,155 @@
+"""Trees of tokens: masks against brute force, positions, windows, and attention over ranks."""
+
+import random
+import time
+
+import pytest
+import torch
+from torch import Tensor
+
+from bmt_burst import Layout, Mask, burst_attn_func, shift_labels, simulate
+from bmt_burst.sequence.mask import Slice
+from tests.cases import random_qkv
+
+Tree = tuple[list[int], list[int | None]]
+
+
+def random_tree(chance: random.Random, nodes: int, longest: int) -> Tree:
+    """Return lengths and parents. Some trees have several roots."""
+    parents = [
+        None if not i or chance.random() < 0.15 else chance.randrange(i) for i in range(nodes)
+    ]
+    return [chance.randint(1, longest) for _ in range(nodes)], parents
+
+
+def in_order(lengths: list[int], parents: list[int | None]) -> Tree:
+    """Return a tree whose nodes are followed by their descendants."""
+    order, waiting = list[int](), [i for i, parent in enumerate(parents) if parent is None][::-1]
+    while waiting:
+        order.append(waiting.pop())
+        waiting += [i for i, parent in enumerate(parents) if parent == order[-1]][::-1]
+    place = {node: i for i, node in enumerate(order)}
+    above = [parents[node] for node in order]
+    return [lengths[i] for i in order], [None if p is None else place[p] for p in above]
+
+
+def by_force(lengths: list[int], parents: list[int | None]) -> tuple[Tensor, Tensor]:
+    """Return the visible pairs and the depths."""
+    node = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).tolist()
+    above, first = list[set[int]](), list[int]()
+    for parent in parents:
+        above.append(set() if parent is None else above[parent] | {parent})
+        first.append(0 if parent is None else first[parent] + lengths[parent])
+    sees = [
+        [b in above[a] or (a == b and j <= i) for j, b in enumerate(node)]
+        for i, a in enumerate(node)
+    ]
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    return torch.tensor(sees), torch.tensor([first[n] + t - starts[n] for t, n in enumerate(node)])
+
+
+def test_trees_and_their_windows_are_those_of_brute_force():
+    """Alone, and stacked with documents."""
+    documents = Mask.documents((0, 3, 8))
+    for seed in range(300):
+        tree = random_tree(random.Random(seed), seed % 10 + 1, 5)
+        mask, (visible, depths) = Mask.tree(*tree), by_force(*tree)
+        assert mask.dense().equal(visible)
+        assert mask.positions().equal(depths)
+        assert mask.rows(0, mask.seq_len) is mask
+        stacked = Mask.stacked([documents, mask])
+        assert stacked.positions().equal(torch.cat([documents.positions(), depths]))
+        for window in (1, 2, 6):
+            near = (depths.unsqueeze(1) - depths) < window
+            windowed = mask.windowed(window)
+            assert windowed.dense().equal(visible & near)
+            assert windowed.positions().equal(depths)
+            assert (
+                Mask(mask.seq_len, windowed.slices).slices == windowed.slices
+            )  # they are disjoint
+            both = Mask.stacked([documents.windowed(window), windowed])
+            assert stacked.windowed(window) == both
+
+
+def test_a_tree_is_not_the_mask_with_its_slices():
+    """Windows differ, so plans and digests must not be shared."""
+    tree = Mask.tree([2, 3, 3], [None, 0, 0])
+    plain = Mask(8, tree.slices)
+    assert tree != plain and tree.digest != plain.digest
+    assert tree.windowed(3).area > plain.windowed(3).area
+    assert "2 branches" in str(tree)
+
+
+def test_wrong_trees_are_refused():
+    for lengths, parents, message in (
+        ([3, 0], [None, 0], r"lengths\[1\] must be at least 1, got 0"),
+        ([3, 2], [None, 1], r"parents\[1\] must be None or an earlier node, 0 to 0, got 1"),
+        ([3], [0], r"parents\[0\] must be None: no node comes before it, got 0"),
+        ([3, 2], [None], "expected as many parents as lengths, at least one, got 1 parents and 2"),
+        ([], [], "at least one, got 0 parents and 0 lengths"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Mask.tree(lengths, parents)
+    with pytest.raises(TypeError, match="lengths must be a sequence of whole numbers, got int"):
+        Mask.tree(3, [None])
+    for lengths, parents in (([2.5], [None]), ([None], [None]), ([2], ["root"])):
+        with pytest.raises(TypeError, match=r"must be .*(whole|int)"):
+            Mask.tree(lengths, parents)
+    tree = Mask.tree([2, 3, 3], [None, 0, 0])
+    with pytest.raises(
+        ValueError, match="token 5 does not see token 4, as in a tree of drafts: make the lab"
+    ):
+        shift_labels(torch.arange(8), mask=tree)
+    drafts = Mask(2, (Slice((0, 2), (0, 2), 0, 1), Slice((1, 2), (0, 1), 2)))
+    unknown = Mask(3, (Slice((0, 1), (0, 1)), Slice((1, 2), (1, 2)), Slice((2, 3), (0, 1))))
+    assert Mask.stacked([tree, drafts]).depths
+    with pytest.raises(ValueError, match="positions.. expected documents in which each token sees"):
+        Mask.stacked([tree, unknown])
+
+
+@pytest.mark.parametrize("kind", ["flat", "chain", "random"])
+def test_trees_of_many_nodes_are_planned_soon(kind):
+    chance = random.Random(3)
+    lengths, parents = {
+        "flat": ([2000] + [200] * 499, [None] + [0] * 499),
+        "chain": ([50] * 500, [None, *range(499)]),
+        "random": in_order(
+            [chance.randint(1, 300) for _ in range(500)],
+            [None, *map(chance.randrange, range(1, 500))],
+        ),
+    }[kind]
+    began = time.process_time()
+    mask = Mask.tree(lengths, parents)
+    assert len(mask.slices) <= 500
+    Layout.balanced(mask, 8)
+    assert time.process_time() - began < 0.5  # 0.03 s on an idle core
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("layout", ["zigzag", "balanced"])
+@pytest.mark.parametrize("window", [None, 40])
+def test_a_prompt_with_completions_equals_a_dense_softmax_over_ranks(ranks, layout, window):
+    """Out and gradients, with grouped heads and three levels."""
+    tree = [100, 31, 40, 12, 17], [None, 0, 0, 2, 2]
+    mask = Mask.tree(*tree)
+    mask = mask if window is None else mask.windowed(window)
+    where = (
+        Layout.balanced(mask, ranks) if layout == "balanced" else Layout.zigzag(mask.seq_len, ranks)
+    )
+    *inputs, dout = random_qkv(1, mask.seq_len, 4, 2, 8)
+
+    def work(ring):
+        mine = [where.shard(x, ring.rank, 1).requires_grad_() for x in inputs]
+        out = burst_attn_func(*mine, mask=mask, layout=where, process_group=ring)
+        grads = torch.autograd.grad(out, mine, where.shard(dout, ring.rank, 1))
+        return [out.detach(), *grads]
+
+    found = [where.unshard(list(parts), 1) for parts in zip(*simulate(ranks, work), strict=True)]
+    q, k, v = (x.clone().requires_grad_() for x in inputs)
+    wide_k, wide_v = (x.repeat_interleave(2, 2) for x in (k, v))
+    scores = torch.einsum("bihd,bjhd->bhij", q, wide_k) * 8**-0.5
+    probs = scores.masked_fill(~mask.dense(), -torch.inf).softmax(-1)
+    out = torch.einsum("bhij,bjhd->bihd", probs, wide_v)
+    expected = [out, *torch.autograd.grad(out, (q, k, v), dout)]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours - theirs).abs().max() < 1e-10
