@@ -15,6 +15,7 @@ from .attention import (
     burst_attn_qkvpacked_func,
     burst_attn_varlen_func,
 )
+from .folding import fold_prefixes
 from .lightning import alibi_slopes, lightning_attn_func
 from .parts.cache import Cache
 from .parts.chunks import Chunks
@@ -47,6 +48,7 @@ __all__ = [
     "burst_attn_kvpacked_func",
     "burst_attn_qkvpacked_func",
     "burst_attn_varlen_func",
+    "fold_prefixes",
     "init_sequence_parallel",
     "lightning_attn_func",
     "shard",

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from .base.arguments import DTYPES, check_tensor
+from .base.arguments import DTYPES, as_positive, check_tensor
 from .base.autocast import autocast
 from .base.autograd import check_first_derivative
 from .base.compiled import not_compiled
@@ -93,6 +93,95 @@ def score_tokens(
     return losses, best
 
 
+@not_compiled
+def token_logprobs(
+    hidden: Tensor,
+    weight: Tensor | Sequence[Tensor],
+    targets: Tensor,
+    temperature: float = 1.0,
+    entropies: bool = False,
+) -> Tensor | Any:
+    """Compute the log-probability of each target, without ever holding all logits.
+
+    targets      labels of linear_cross_entropy_sum, such as this rank's of shift_labels
+    temperature  what logits are divided by
+    entropies    also return the entropy of each token's distribution
+
+    Results are (..., S) in fp32 (fp64), in nats, 0 where there is no target. The backward computes
+    the logits again. Differentiable once in hidden and weight. A rank's gradient of the weight is
+    the share of its tokens.
+
+    Arguments and errors are those of linear_cross_entropy_sum. Raises ValueError for a temperature
+    that is not positive and finite.
+    """
+    hidden, weights = _check_inputs(hidden, weight, targets)
+    scale = 1 / as_positive("temperature", temperature)
+    flat = hidden.flatten(0, -2), targets.flatten()
+    logprobs, of_all = _TokenLogprobs.apply(*flat, scale, *weights)
+    logprobs, of_all = (x.view(targets.shape) for x in (logprobs, of_all))
+    return (logprobs, of_all) if entropies else logprobs
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, targets: Tensor, scale: float, *weights: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        wide = accumulator_dtype(hidden.dtype)
+        found, entropies, lse = (hidden.new_zeros(len(targets), dtype=wide) for _ in range(3))
+        with without_policies(), torch.autocast(hidden.device.type, enabled=False):
+            for rows, logits in _scaled_tiles(hidden, weights, scale):
+                has = targets[rows] != IGNORE_INDEX
+                lse[rows] = logits.logsumexp(1)
+                log_probs = logits.sub_(lse[rows].unsqueeze(1))
+                at = targets[rows].clamp_min(0).unsqueeze(1)
+                found[rows] = log_probs.gather(1, at).squeeze(1).where(has, 0)
+                entropies[rows] = torch.special.entr(log_probs.exp_()).sum(1).where(has, 0)
+        ctx.save_for_backward(hidden, targets, lse, entropies, *weights)
+        ctx.scale = scale
+        return found, entropies
+
+    @staticmethod
+    @not_compiled  # nor by compiled autograd
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        check_first_derivative("token_logprobs")
+        hidden, targets, lse, entropies, *weights = ctx.saved_tensors
+        wanted, _, _, *of_weights = ctx.needs_input_grad
+        dhidden = hidden.new_zeros(hidden.shape) if wanted else None
+        dweights = [
+            torch.zeros_like(x, dtype=lse.dtype) if is_wanted else None
+            for x, is_wanted in zip(weights, of_weights, strict=True)
+        ]
+        has = targets != IGNORE_INDEX
+        of_target, of_entropy = (x.where(has, 0).unsqueeze(1) for x in grads)
+        with without_policies(), torch.autocast(hidden.device.type, enabled=False):
+            for rows, logits in _scaled_tiles(hidden, weights, ctx.scale):
+                # d log p_t = onehot - p, d H = -p (log p + H)
+                log_probs = logits.sub_(lse[rows].unsqueeze(1))
+                shares = log_probs.add(entropies[rows].unsqueeze(1)).mul_(of_entropy[rows])
+                dlogits = shares.add_(of_target[rows]).mul_(log_probs.exp_()).neg_()
+                dlogits.scatter_add_(1, targets[rows].clamp_min(0).unsqueeze(1), of_target[rows])
+                dlogits = dlogits.mul_(ctx.scale).to(hidden.dtype)
+                parts = dlogits.split(list(map(len, weights)), 1)
+                _add_gradients(rows, parts, hidden, weights, dhidden, dweights)
+        of_all = (x if x is None else x.to(hidden.dtype) for x in dweights)
+        return dhidden, None, None, *of_all
+
+
+def _scaled_tiles(
+    hidden: Tensor, weights: Sequence[Tensor], scale: float
+) -> Iterator[tuple[slice, Tensor]]:
+    """Yield tiles of tokens with their logits times `scale`, which may be changed: (tile, V) in the
+    dtype of sums.
+    """
+    entries, wide = sum(map(len, weights)), accumulator_dtype(hidden.dtype)
+    for rows, logits, _ in _tiles(hidden, weights):
+        for start in range(0, len(logits), _WIDENED_TOKENS):
+            part = slice(start, min(start + _WIDENED_TOKENS, len(logits)))
+            at = slice(rows.start + part.start, rows.start + part.stop)
+            yield at, logits[part, :entries].to(wide) * scale
+
+
 def _check_inputs(
     hidden: Tensor, weight: Tensor | Sequence[Tensor], labels: Tensor
 ) -> tuple[Tensor, list[Tensor]]:
@@ -145,12 +234,26 @@ def _differentiate(
     compute = find_passes(hidden).compute_losses
     for rows, logits, parts in _tiles(hidden, weights):
         losses[rows] = compute(logits, entries, labels[rows], any(wanted))
-        for i, (dlogits, weight, dweight) in enumerate(zip(parts, weights, dweights, strict=True)):
-            if dhidden is not None:
-                dhidden[rows].addmm_(dlogits, weight, beta=int(i > 0))
-            if dweight is not None:
-                _add_product(dweight, dlogits.T, hidden[rows])
+        _add_gradients(rows, parts, hidden, weights, dhidden, dweights)
     return losses, [dhidden, *dweights]
+
+
+def _add_gradients(
+    rows: slice,
+    parts: Sequence[Tensor],
+    hidden: Tensor,
+    weights: Sequence[Tensor],
+    dhidden: Tensor | None,
+    dweights: Sequence[Tensor | None],
+) -> None:
+    """Set the gradients of a tile's rows of hidden, and add its shares to those of the weights.
+    `parts` are the gradients of its logits, by weight.
+    """
+    for i, (dlogits, weight, dweight) in enumerate(zip(parts, weights, dweights, strict=True)):
+        if dhidden is not None:
+            dhidden[rows].addmm_(dlogits, weight, beta=int(i > 0))
+        if dweight is not None:
+            _add_product(dweight, dlogits.T, hidden[rows])
 
 
 def _tiles(

@@ -31,7 +31,7 @@ LEVELS = [
     ("memories",),
     ("bias", "sparse", "lightning", "scores"),
     ("extensions",),
-    ("attention", "parts", "loss", "offload", "nn", "", "doctor"),
+    ("attention", "parts", "loss", "folding", "offload", "nn", "", "doctor"),
     ("adapters", "bmtrain", "compat"),
 ]
 # The core, and words of its extensions.

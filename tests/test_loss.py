@@ -14,6 +14,7 @@ from bmt_burst.loss import (
     linear_cross_entropy_by_row,
     linear_cross_entropy_sum,
     score_tokens,
+    token_logprobs,
 )
 from tests.largest import Largest
 from tests.reference import relative_error
@@ -326,3 +327,24 @@ def test_a_backward_within_autocast_is_the_same():
     with torch.autocast("cpu", torch.bfloat16):
         grads = torch.autograd.grad(total * 0.37, tensors[:2])
     assert all(a.equal(b) for a, b in zip(grads, expected[2:], strict=True))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("parts", [1, 3])
+def test_log_probabilities_and_entropies_of_targets(temperature, parts, monkeypatch):
+    """And their gradients, over several tiles and weights that are concatenated."""
+    monkeypatch.setattr(loss, "_WIDENED_TOKENS", 7)
+    hidden, weight, targets = case(19, 50, torch.float64)
+    has = targets != IGNORE_INDEX
+    found = token_logprobs(hidden, weight.tensor_split(parts), targets, temperature, entropies=True)
+    wide = (hidden @ weight.T / temperature).log_softmax(-1)
+    of_targets = wide.gather(-1, targets.clamp_min(0).unsqueeze(-1)).squeeze(-1).where(has, 0)
+    expected = of_targets, -(wide.exp() * wide).sum(-1).where(has, 0)
+    factors = [torch.randn(2, 19, dtype=torch.float64) for _ in found]
+    grads = (torch.autograd.grad(x, (hidden, weight), factors) for x in (found, expected))
+    for ours, theirs in zip((*found, *next(grads)), (*expected, *next(grads)), strict=True):
+        assert (ours - theirs).detach().abs().max() < 1e-11  # entries below 100
+    losses, _ = score_tokens(hidden / temperature, weight, targets)
+    assert (token_logprobs(hidden, weight, targets, temperature) + losses).abs().max() < 1e-12
+    with pytest.raises(ValueError, match="temperature must be positive"):
+        token_logprobs(hidden, weight, targets, 0.0)
