@@ -241,8 +241,8 @@ class Mask:
         return _mask(length(rows), sorted(found, key=_start), self.kv_len)
 
     def windowed(self, window: int) -> Mask:
-        """Return the mask without the keys `window` or more positions before a query. In trees these
-        are positions in a branch.
+        """Return the mask without the keys `window` or more positions before a query, which in a
+        tree are positions of its branch.
 
         Raises ValueError for a mask of two lengths.
         """
