@@ -150,7 +150,7 @@ class Cache(KeptPart):
             self._filling.forget()
         self._filling = prompt
         yield from prompt.forward(last=True)
-        self._memories, self._filling = prompt._memories, None
+        self._memories, self._filling = dict(prompt._memories), None
         self._length = length
         mine = prompt.layout.positions(self.sp.rank)
         self._positions = Positions(self.sp, mine, length, self.limit)

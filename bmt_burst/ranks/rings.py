@@ -121,7 +121,7 @@ class Rings:
             here = describe(role, inner.rank, outer.rank)
             for rank, line in enumerate(ring.messenger.gather(here.encode())):
                 at = (rank, outer.rank) if role == "intra" else (inner.rank, rank)
-                expected, found = describe(role, *at), line.decode()[:200]
+                expected, found = describe(role, *at), line.decode(errors="replace")[:200]
                 if found != expected and not fault:
                     of_group = f"expected rank {rank} of an {role} group"
                     fault = f"{of_group} to be '{expected}', got '{found}'"
