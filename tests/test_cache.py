@@ -509,6 +509,14 @@ def test_wrong_arguments_are_refused():
         Cache(2, 1, 10)
 
 
+def test_tensors_without_rows_or_heads_are_refused():
+    x, cache = torch.randn(1, 1, 2, 8), Cache(None, 1, 10)
+    for q, k in ((x[:0], x[:0]), (x, x[:, :, :0])):
+        with pytest.raises(ValueError, match="heads, head size.* each above 0"):
+            cache.attend(0, q, k, k)
+    assert cache.length == 0
+
+
 def test_layers_and_lengths_may_be_numbers_of_numpy():
     numpy = pytest.importorskip("numpy")
     x, cache = torch.randn(1, 3, 2, 8), Cache(None, 1, 10)

@@ -198,7 +198,7 @@ def test_states_of_other_rows_are_refused():
     layer(x, *tables, cache)
     for wrong, message in (
         (x[:1], r"expected q of \(2, 4, 8\) rows, heads and head size.* got \(1, 4, 8\)"),
-        (x[:, :0], "of at least one token"),
+        (x[:, :0], "tokens, heads, head size.* above 0"),
     ):
         cut = [table[: wrong.shape[1]] for table in tables]
         with pytest.raises(ValueError, match=message):

@@ -330,10 +330,10 @@ class Cache(KeptPart):
         q, k, v, *_ = tensors
         if not 0 <= as_int("layer", layer) < self.layers:
             raise ValueError(f"expected a layer below {self.layers} in this Cache, got {layer}")
-        if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape or not q.shape[1]:
+        if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape or not (q.numel() and k.numel()):
             raise ValueError(
-                "expected q, k and v (batch, tokens, heads, head size) of at least one token, and "
-                f"k and v of one shape, got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
+                "expected q, k and v (batch, tokens, heads, head size), each above 0, and k and v "
+                f"of one shape, got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
             )
         same = q.shape[:2] == k.shape[:2] and q.shape[3] == k.shape[3]
         if not same or q.shape[2] % k.shape[2] or not q.dtype == k.dtype == v.dtype:
