@@ -9,7 +9,8 @@ import itertools
 import pytest
 import torch
 
-from bmt_burst import Cache, Layout, Mask, SequenceParallel, alibi_slopes, simulate
+from bmt_burst import Cache, Chunks, Layout, Mask, SequenceParallel, alibi_slopes, simulate
+from bmt_burst.errors import RanksDisagree
 from bmt_burst.nn import BurstAttention, LightningAttention, rope_tables
 from tests import sala
 from tests.refusals import refusal_of_rank
@@ -212,3 +213,17 @@ def test_the_kernel_that_was_asked_for_is_used_or_refused(cache):
     layer = LightningAttention(32, 4, flash="triton").double()
     with pytest.raises(ValueError, match="no kernel for flash='triton'"):
         layer(*inputs(), cache)
+
+
+def test_another_length_of_chunks_on_one_rank_is_an_error_on_all():
+    """Layers that keep keys compare it with their memory. States reserve none."""
+
+    def work(ring):
+        sp = SequenceParallel(ring.rank, 2, process_group=ring)
+        chunks = Chunks(Mask.causal(40), 20, 1, sp, length=99 if ring.rank else None)
+        layer, x = LightningAttention(16, 2, sp=sp, rotary=False), torch.zeros(1, 10, 16)
+        with pytest.raises(RanksDisagree, match="length of Chunks: rank 0 has None, rank 1 has 99"):
+            for chunk in chunks.forward(last=True):
+                layer(x, cache=chunk)
+
+    simulate(2, work)

@@ -255,7 +255,8 @@ class Chunks:
                     "ended: run one at a time, or make Chunks for each"
                 )
             self._check_calls(chunk)
-            return {"order of layers": [*map(int, self._calls)]}
+            # states reserve no memory, so their layers do not compare what `_describe` returns
+            return {"order of layers": [*map(int, self._calls)], "length of Chunks": self._length}
 
         agree(self.sp.rings, "", describe, doing=f"the end of chunk {chunk.number}")
         if chunk is self.chunks[-1]:
