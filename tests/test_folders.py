@@ -28,7 +28,7 @@ LEVELS = [
     ("ranks",),
     ("strategies",),
     ("calls",),
-    ("memories",),
+    ("memories", "blocks"),
     ("bias", "sparse", "lightning", "scores"),
     ("extensions",),
     ("attention", "parts", "loss", "folding", "offload", "nn", "", "doctor"),

@@ -29,11 +29,11 @@ from bmt_burst import (
     strategies,
 )
 from bmt_burst.base import kept
+from bmt_burst.blocks.far import packed_dtype
 from bmt_burst.nn import BurstAttention, rope_tables
 from bmt_burst.ranks.rings import Rings
 from bmt_burst.ranks.sequence_parallel import SequenceParallel
 from bmt_burst.sparse import Choices, choose, keep_choices, key_sums
-from bmt_burst.sparse.blocks import packed_dtype
 from bmt_burst.sparse.compressed import compress, sum_strides
 from bmt_burst.sparse.plan import SparsePlan
 from bmt_burst.spec import Spec

@@ -15,11 +15,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from bmt_burst import InfLLMV2, Mask, burst_attn_func
+from bmt_burst.blocks.far import FarBlocks, FarKeys
+from bmt_burst.blocks.tiles import KeyLists, find_between
 from bmt_burst.sparse import plan, tiles, torch_choice, torch_far
-from bmt_burst.sparse.blocks import FarBlocks, FarKeys
 from bmt_burst.sparse.compressed import CompressedKeys, compress, sum_strides
 from bmt_burst.sparse.queries import Choosers
-from bmt_burst.sparse.tiles import KeyLists, find_between
 from tests.reference import relative_error
 from tests.sparse import random_case
 

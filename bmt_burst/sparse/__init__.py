@@ -6,13 +6,9 @@ config      the constants of the choice
 compressed  means of neighbouring keys
 queries     the queries that choose. Earlier ones see no more blocks than they may choose
 choice      the definition of the choice, by `torch_choice`, or on GPUs `triton_choice`
-blocks      the chosen blocks beyond the window, as places in a sequence
-torch_far   attention to them, or on GPUs `triton_far`
-tiles       the blocks of neighbouring queries, and the queries of each block, for GPUs
 memory      what a layer keeps of earlier tokens
 key_sums    sums of keys by which new tokens choose, and their attention
 triton_decoding  the same for a `bmt_burst.Cache` on GPUs, also in CUDA graphs
-spans       gathers tokens of the sequence from all ranks, and returns gradients to their owners
 plan        the part of a rank in a call
 extension   `InfLLMV2`, the seam to calls, layers and models
 

@@ -30,8 +30,8 @@ from torch import Tensor
 from ..base.arguments import DTYPES, as_positive, check_tensor
 from ..base.registry import Modules
 from ..base.streams import send_to_device
+from ..blocks.far import MOST_TOKENS
 from ..sequence.mask import Mask, Slice
-from .blocks import MOST_TOKENS
 from .compressed import CompressedKeys, compress, sum_strides
 from .config import Constants
 from .queries import Choosers, documents, find_longest

@@ -35,21 +35,21 @@ from ..base.dtypes import accumulator_dtype
 from ..base.kept import find_kept
 from ..base.registry import Modules
 from ..base.streams import send_to_device
+from ..blocks import torch_far
+from ..blocks.far import FarBlocks, FarKeys, packed_dtype
+from ..blocks.spans import Spans
 from ..kernels.packed import prepare_once
 from ..merging.merge import stack_lse_delta
 from ..ranks.rings import Rings
 from ..sequence.span import Span
 from ..strategies import Plan, Problem
 from ..strategies.compute import Keys, QueryGradients, Tensors
-from . import torch_far
-from .blocks import FarBlocks, FarKeys, packed_dtype
 from .choice import choose_by_score
 from .compressed import CompressedKeys, compress, sum_strides
 from .config import Constants
 from .queries import Choosers, find_longest, own_keys
-from .spans import Spans
 
-_FAR = Modules(__package__, {"triton": "triton_far", "torch": "torch_far"})
+_FAR = Modules("bmt_burst.blocks", {"triton": "triton_far", "torch": "torch_far"})
 
 
 class SparsePlan(Plan):

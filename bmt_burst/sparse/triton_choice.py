@@ -40,6 +40,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..base.streams import send_to_device
+from ..blocks.triton_far import count_tokens, tile_rows
 from ..kernels.packed import prepare_once
 from ..kernels.triton import LaunchShape, make_dense, padded_width, precision
 from ..kernels.triton_memory import INFINITY, LOG2_E, address_rows, load_rows, wide
@@ -47,7 +48,6 @@ from ..sequence.span import length
 from .compressed import CompressedKeys
 from .config import Constants
 from .queries import Choosers
-from .triton_far import count_tokens, tile_rows
 
 _LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
 _ALWAYS = tl.constexpr(torch.iinfo(torch.int32).max)

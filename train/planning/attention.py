@@ -10,10 +10,10 @@ from torch import Tensor
 
 from bmt_burst import InfLLMV2, Layout, Mask, strategies
 from bmt_burst.base.dtypes import accumulator_dtype
+from bmt_burst.blocks.far import packed_dtype
 from bmt_burst.kernels.fa4 import Fa4Kernel
 from bmt_burst.ranks.rings import Rings
 from bmt_burst.sequence.layout import Chunked, count_chunks
-from bmt_burst.sparse.blocks import packed_dtype
 from bmt_burst.sparse.queries import near_mask
 from bmt_burst.spec import Spec
 from bmt_burst.strategies import Problem, Sizes

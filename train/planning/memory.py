@@ -7,9 +7,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 
+from bmt_burst.blocks.far import packed_dtype
 from bmt_burst.offload import PIECE_BYTES
 from bmt_burst.sequence.layout import count_chunks
-from bmt_burst.sparse.blocks import packed_dtype
 from models.config import LIGHTNING, CPMConfig
 from train.data.batches import choose_micro_batch_size
 from train.run.config import TrainConfig

@@ -58,8 +58,8 @@ _FEW_QUERIES = 64  # of a chunk, in documents that begin in the chunk before it
 KERNELS = (  # the modules of all Triton kernels of a run
     "bmt_burst.merging.fused",
     "bmt_burst.kernels.triton_blocks",
-    "bmt_burst.sparse.tiles",
-    "bmt_burst.sparse.triton_far",
+    "bmt_burst.blocks.tiles",
+    "bmt_burst.blocks.triton_far",
     "bmt_burst.sparse.triton_choice",
     "bmt_burst.sparse.triton_decoding",
     "bmt_burst.fused.triton_passes",

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .blocks import FarKeys
+from .far import FarKeys
 
 _QUERIES = 64  # of a tile at most
 _SCORES = 1 << 22  # of a tile at most, over the heads, unless it has one query

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from .blocks import FarBlocks
+from .far import FarBlocks
 
 NONE = torch.iinfo(torch.int32).max  # where an entry that is no block starts: after all others
 _NONE = tl.constexpr(NONE)

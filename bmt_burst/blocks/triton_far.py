@@ -42,7 +42,7 @@ from ..kernels.triton_memory import (
     store_rows,
     wide,
 )
-from .blocks import FarKeys
+from .far import FarKeys
 from .tiles import MOST_QUERIES, NONE, KeyLists, find_between, unite_blocks
 
 _NOWHERE = tl.constexpr(NONE)

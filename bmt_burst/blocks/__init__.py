@@ -1,0 +1,7 @@
+"""Attention to blocks of keys that data chooses: what any such choice needs.
+
+far        the chosen blocks beyond what is near, as places in a sequence
+torch_far  attention to them, or on GPUs `triton_far`
+tiles      the blocks of neighbouring queries, and the queries of each block, for GPUs
+spans      gathers tokens of the sequence from all ranks, and returns gradients to their owners
+"""
