@@ -15,9 +15,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from bmt_burst import InfLLMV2, Mask, burst_attn_func
+from bmt_burst.blocks import plan, tiles, torch_far
 from bmt_burst.blocks.far import FarBlocks, FarKeys
 from bmt_burst.blocks.tiles import KeyLists, find_between
-from bmt_burst.sparse import plan, tiles, torch_choice, torch_far
+from bmt_burst.sparse import torch_choice
 from bmt_burst.sparse.compressed import CompressedKeys, compress, sum_strides
 from bmt_burst.sparse.queries import Choosers
 from tests.reference import relative_error
@@ -25,7 +26,8 @@ from tests.sparse import random_case
 
 pytest.importorskip("triton")
 
-from bmt_burst.sparse import triton_choice, triton_far
+from bmt_burst.blocks import triton_far
+from bmt_burst.sparse import triton_choice
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.filterwarnings("ignore:(divide by zero|invalid value):RuntimeWarning")]

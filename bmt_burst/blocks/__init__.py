@@ -1,5 +1,7 @@
 """Attention to blocks of keys that data chooses: what any such choice needs.
 
+plan       the part of a rank in a call: near by a mask, far by a choice
+documents  the documents of a mask
 far        the chosen blocks beyond what is near, as places in a sequence
 torch_far  attention to them, or on GPUs `triton_far`
 tiles      the blocks of neighbouring queries, and the queries of each block, for GPUs

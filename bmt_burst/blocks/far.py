@@ -18,7 +18,8 @@ MOST_TOKENS = 1 << 26  # of a sequence. Kernels sort 32-bit numbers, and 5 bits 
 class FarBlocks:
     """The far blocks of some of the tokens at hand, as places in a sequence.
 
-    starts      (F, G, N) int32: the first tokens of the blocks. Entries that are no block are -1.
+    starts      (F, G or H, N) int32: the first tokens of the blocks. Entries that are no block are
+                -1.
     queries     (F,) int64, rising: which tokens have these blocks
     stops       (S,) int64: where the far part of each token ends, so the first one of its window
     block_size  tokens of a block
@@ -39,7 +40,7 @@ class FarBlocks:
     ) -> FarBlocks:
         """Return the blocks before `stops` among those that were chosen.
 
-        chosen  (F, G, N) int32, from the start of the query's document
+        chosen  (F, G or H, N) int32, from the start of the query's document
         starts  (F,) int64: where the query's document starts in the sequence
         """
         first = starts.int().view(-1, 1, 1) + chosen * block_size

@@ -108,15 +108,16 @@ def _scores(rows: Tensor, keys: Tensor, tile: _Tile, scale: float) -> Tensor:
 def _tiles(q: Tensor, far: FarKeys) -> Iterator[_Tile]:
     """Yield the tiles in which some of the keys at hand are far, by kv heads."""
     blocks, first, (count, groups, _) = far.blocks, far.first, far.k.shape
-    heads = q.shape[1] // groups
+    choices = blocks.starts.shape[1]  # one for each kv head, or for each query head
+    heads = q.shape[1] // choices
     waiting = [
-        (group, slice(start, min(start + _QUERIES, len(blocks.starts))))
-        for group in range(groups)
+        (choice, slice(start, min(start + _QUERIES, len(blocks.starts))))
+        for choice in range(choices)
         for start in range(0, len(blocks.starts), _QUERIES)
     ]
     while waiting:
-        group, some = waiting.pop(0)
-        starts, queries = blocks.starts[some, group], blocks.queries[some]
+        choice, some = waiting.pop(0)
+        starts, queries = blocks.starts[some, choice], blocks.queries[some]
         at_hand = (starts >= 0) & (starts + blocks.block_size > first) & (starts < first + count)
         union = starts[at_hand].unique()
         if not len(union):
@@ -125,12 +126,18 @@ def _tiles(q: Tensor, far: FarKeys) -> Iterator[_Tile]:
         if size > 1 and heads * size * len(union) * blocks.block_size > _SCORES:
             middle = some.start + size // 2
             halves = slice(some.start, middle), slice(middle, some.stop)
-            waiting[:0] = [(group, half) for half in halves]
+            waiting[:0] = [(choice, half) for half in halves]
             continue
         chosen = ((starts.unsqueeze(-1) == union) & at_hand.unsqueeze(-1)).any(1)
         tokens = union.unsqueeze(1) + torch.arange(blocks.block_size, device=starts.device)
         inside = (tokens >= first) & (tokens < first + count)
         before = tokens < blocks.stops[queries].view(-1, 1, 1)
         visible = chosen.unsqueeze(-1) & before
-        of_group = slice(group * heads, (group + 1) * heads)
-        yield _Tile(group, of_group, queries, tokens[inside] - first, visible[:, inside])
+        of_choice = slice(choice * heads, (choice + 1) * heads)
+        yield _Tile(
+            choice * groups // choices,
+            of_choice,
+            queries,
+            tokens[inside] - first,
+            visible[:, inside],
+        )

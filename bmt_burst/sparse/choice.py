@@ -30,11 +30,12 @@ from torch import Tensor
 from ..base.arguments import DTYPES, as_positive, check_tensor
 from ..base.registry import Modules
 from ..base.streams import send_to_device
+from ..blocks.documents import documents, find_longest
 from ..blocks.far import MOST_TOKENS
 from ..sequence.mask import Mask, Slice
 from .compressed import CompressedKeys, compress, sum_strides
 from .config import Constants
-from .queries import Choosers, documents, find_longest
+from .queries import Choosers
 
 _MODULES = Modules(__package__, {"triton": "triton_choice", "torch": "torch_choice"})
 

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from ..base.arguments import DTYPES, check_tensor
 from ..base.kept import is_recomputing
+from ..blocks.documents import find_longest
 from ..sequence.mask import Mask
 from ..strategies import Plan, Problem, choose
 from ..strategies.extension import DenseCall, Extension, Tensors
@@ -19,7 +20,7 @@ from .choice import find_fault
 from .config import Constants
 from .memory import SparseMemory
 from .plan import SparsePlan
-from .queries import find_longest, near_mask
+from .queries import near_mask
 
 
 @dataclass(frozen=True)

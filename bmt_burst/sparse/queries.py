@@ -15,44 +15,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..blocks.documents import documents, find_low
 from ..sequence.mask import Mask, Slice
 from ..sequence.span import Span, length, overlap, shifted
 from .config import Constants
-
-
-def documents(mask: Mask) -> list[Span]:
-    """Return the documents of a mask, as spans of the keys. Other tokens see nothing."""
-    return [s.kv for s in mask.slices]
-
-
-def own_keys(queries: Tensor, mask: Mask) -> Tensor:
-    """Return the positions of rising queries among the keys: (S,) int64, rising.
-
-    Each query is a token of its document's keys: its own position if all keys have queries.
-    """
-    if not mask.slices:
-        return queries
-    starts = torch.tensor([s.q[0] for s in mask.slices])
-    shifts = torch.tensor([-_low(s) for s in mask.slices])
-    nearest = torch.searchsorted(starts, queries, right=True).sub(1).clamp_min(0)
-    return queries + shifts[nearest]
-
-
-def _low(s: Slice) -> int:
-    assert s.low is not None, "the mask is of causal documents"
-    return s.low
-
-
-def find_longest(mask: Mask) -> int:
-    """Return the number of tokens of the longest document."""
-    return max(map(length, documents(mask)), default=0)
 
 
 def near_mask(mask: Mask, sparse: Constants) -> Mask:
     """Return all pairs of the first `exact_tokens` of documents, and the windows of later ones."""
     slices = []
     for s in mask.slices:
-        (start, stop), low = s.kv, _low(s)
+        (start, stop), low = s.kv, find_low(s)
         middle = min(start + sparse.exact_tokens, stop)
         for tokens, keys, high in (
             ((start, middle), (start, middle), None),

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bmt_burst import Chunks, Layout, SequenceParallel
+from bmt_burst.blocks.documents import find_longest
 from bmt_burst.parts.chunks import Chunk
 from bmt_burst.sequence.mask import Mask
 from bmt_burst.sequence.span import length
 from bmt_burst.sparse import InfLLMV2
-from bmt_burst.sparse.queries import find_longest
 from models.config import CPMConfig
 from train.base.wording import counted
 from train.data.folder import Row

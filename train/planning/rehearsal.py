@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from bmt_burst import InfLLMV2, Layout, Mask, kernels, strategies
+from bmt_burst.blocks.documents import find_longest
 from bmt_burst.kernels import Kernel
 from bmt_burst.lightning import kernels as lightning_kernels
 from bmt_burst.lightning.segments import Segments
@@ -39,7 +40,6 @@ from bmt_burst.merging.merge import empty_lse
 from bmt_burst.ranks.rings import Rings
 from bmt_burst.sequence.layout import Chunked, Stacked
 from bmt_burst.sequence.tile import KernelCall
-from bmt_burst.sparse.queries import find_longest
 from bmt_burst.spec import Spec
 from bmt_burst.strategies import GROUP_BYTES, Plan, Problem, Sizes
 from bmt_burst.strategies.compute import Keys, QueryGradients
