@@ -15,6 +15,7 @@ from bmt_burst import InfLLMV2, kernels
 from bmt_burst.bias import kernels as bias_kernels
 from bmt_burst.bias.kernels import triton as with_bias
 from bmt_burst.bias.kernels import triton_terms
+from bmt_burst.blocks import tiles, triton_far
 from bmt_burst.blocks.far import FarBlocks, FarKeys
 from bmt_burst.fused import triton_passes
 from bmt_burst.kernels import triton_blocks, triton_few_queries
@@ -23,7 +24,7 @@ from bmt_burst.lightning import triton_kernel as lightning
 from bmt_burst.lightning.segments import Segments
 from bmt_burst.merging import fused
 from bmt_burst.sequence.tile import KernelCall
-from bmt_burst.sparse import tiles, triton_choice, triton_decoding, triton_far
+from bmt_burst.sparse import triton_choice, triton_decoding
 from bmt_burst.sparse.compressed import CompressedKeys
 from bmt_burst.sparse.queries import Choosers
 from bmt_burst.spec import Spec
