@@ -10,11 +10,12 @@ import torch
 from torch.nn import functional
 
 from bmt_burst import Cache, Decoder, InfLLMV2
+from bmt_burst.blocks.memory import attend_to_chosen
 from bmt_burst.memories import keys as memories
 from bmt_burst.memories import new_tokens
 from bmt_burst.sparse import memory
 from bmt_burst.sparse.choice import choose_in_document
-from bmt_burst.sparse.key_sums import KeySums, attend_to_chosen
+from bmt_burst.sparse.key_sums import KeySums
 from bmt_burst.spec import Spec
 from tests.reference import relative_error
 from tests.test_cache import generate
@@ -84,7 +85,9 @@ def test_attention_is_that_of_torch(dtype):
         for row, compressed in enumerate(sums.compress()):
             chosen = choose_in_document(q[row], places, compressed, sparse, scale)
             of_row = (x[row].double() for x in (q, kept_k[:, :-later], kept_v[:, :-later]))
-            expected = attend_to_chosen(*of_row, positions[:-later], places, chosen, sparse, spec)
+            expected = attend_to_chosen(
+                *of_row, positions[:-later], places, chosen, sparse.block_size, spec
+            )
             assert relative_error(out[row].cpu(), expected[0]) < BOUNDS[dtype]
             assert (lse[row].cpu() - expected[1].T).abs().max() < 1e-5
 

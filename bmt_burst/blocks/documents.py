@@ -11,6 +11,8 @@ from torch import Tensor
 from ..sequence.mask import Mask, Slice
 from ..sequence.span import Span, length
 
+MOST_TOKENS = 1 << 26  # of a sequence. Kernels sort 32-bit numbers, and 5 bits are a query
+
 
 def documents(mask: Mask) -> list[Span]:
     """Return the documents of a mask, as spans of the keys. Other tokens see nothing."""
@@ -39,3 +41,26 @@ def find_low(s: Slice) -> int:
 def find_longest(mask: Mask) -> int:
     """Return the number of tokens of the longest document."""
     return max(map(length, documents(mask)), default=0)
+
+
+def find_fault(mask: Mask) -> str | None:
+    """Return why sparse attention cannot use this mask, or None if it can."""
+    if mask.kv_len > MOST_TOKENS:
+        return f"sparse attention takes up to {MOST_TOKENS} tokens, got {mask.kv_len}"
+    end = 0
+    for s in mask.slices:
+        is_one = mask.seq_len == mask.kv_len
+        fits = s.q == s.kv and s.low == 0 if is_one else _ends_document(s, end)
+        if not fits or s.high is not None:
+            return (
+                "sparse attention needs causal documents, whole sequences or Mask.documents("
+                f"..., causal=True); got a mask with Slice{tuple(s)}"
+            )
+        end = s.kv[1]
+    return None
+
+
+def _ends_document(s: Slice, end: int) -> bool:
+    """Whether the queries of a slice are tokens of its keys, which begin at `end` or later."""
+    low, (start, stop) = s.low, s.kv
+    return low is not None and end <= start <= s.q[0] - low and s.q[1] - low <= stop

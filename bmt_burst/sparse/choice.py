@@ -30,9 +30,8 @@ from torch import Tensor
 from ..base.arguments import DTYPES, as_positive, check_tensor
 from ..base.registry import Modules
 from ..base.streams import send_to_device
-from ..blocks.documents import documents, find_longest
-from ..blocks.far import MOST_TOKENS
-from ..sequence.mask import Mask, Slice
+from ..blocks.documents import documents, find_fault, find_longest
+from ..sequence.mask import Mask
 from .compressed import CompressedKeys, compress, sum_strides
 from .config import Constants
 from .queries import Choosers
@@ -83,29 +82,6 @@ def choose(
 
 
 @functools.lru_cache(maxsize=64)  # each call asks, and a mask may have thousands of slices
-def find_fault(mask: Mask) -> str | None:
-    """Return why sparse attention cannot use this mask, or None if it can."""
-    if mask.kv_len > MOST_TOKENS:
-        return f"sparse attention takes up to {MOST_TOKENS} tokens, got {mask.kv_len}"
-    end = 0
-    for s in mask.slices:
-        is_one = mask.seq_len == mask.kv_len
-        fits = s.q == s.kv and s.low == 0 if is_one else _ends_document(s, end)
-        if not fits or s.high is not None:
-            return (
-                "sparse attention needs causal documents, whole sequences or Mask.documents("
-                f"..., causal=True); got a mask with Slice{tuple(s)}"
-            )
-        end = s.kv[1]
-    return None
-
-
-def _ends_document(s: Slice, end: int) -> bool:
-    """Whether the queries of a slice are tokens of its keys, which begin at `end` or later."""
-    low, (start, stop) = s.low, s.kv
-    return low is not None and end <= start <= s.q[0] - low and s.q[1] - low <= stop
-
-
 def choose_in_document(
     q: Tensor, places: Tensor, keys: CompressedKeys, sparse: Constants, scale: float
 ) -> Tensor:

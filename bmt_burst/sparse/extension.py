@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -13,10 +12,10 @@ from torch.nn import functional
 from ..base.arguments import DTYPES, check_tensor
 from ..base.kept import is_recomputing
 from ..blocks.documents import find_longest
+from ..blocks.extension import BlockChoice
 from ..sequence.mask import Mask
-from ..strategies import Plan, Problem, choose
-from ..strategies.extension import DenseCall, Extension, Tensors
-from .choice import find_fault
+from ..strategies import Plan, Problem
+from ..strategies.extension import Tensors
 from .config import Constants
 from .memory import SparseMemory
 from .plan import SparsePlan
@@ -24,7 +23,7 @@ from .queries import near_mask
 
 
 @dataclass(frozen=True)
-class InfLLMV2(Constants, Extension):
+class InfLLMV2(Constants, BlockChoice):
     """InfLLM-V2, the sparse attention of MiniCPM4. Each query attends to `topk + window_size //
     block_size` blocks of its document, or to all that are visible if they are fewer.
 
@@ -49,7 +48,6 @@ class InfLLMV2(Constants, Extension):
 
     name = "sparse attention"
     kind = "infllm-v2"
-    takes_two_lengths = True
     memory = SparseMemory
 
     def check(self, tensors: Tensors, q: Tensor, k: Tensor) -> None:
@@ -81,19 +79,6 @@ class InfLLMV2(Constants, Extension):
     def join_rows(self, tensors: Tensors) -> Tensors:
         return tuple(x.flatten(0, 1).unsqueeze(0) for x in tensors)
 
-    def bind(self, tensors: Tensors, call: DenseCall) -> Self:
-        if call.spec.softcap is not None:
-            raise ValueError(
-                "expected sparse or softcap, got both: sparse attention caps no scores"
-            )
-        if call.mask is None and not call.causal:
-            raise ValueError(
-                "expected causal=True or a mask of causal documents with sparse, got none"
-            )
-        if call.mask is not None and (fault := find_fault(call.mask)):
-            raise ValueError(fault)
-        return self
-
     def in_chunks(self, masks: Sequence[Mask]) -> Self | None:
         if masks and self.is_dense(max(map(find_longest, masks))):
             return None
@@ -102,20 +87,14 @@ class InfLLMV2(Constants, Extension):
     def terms(self, tensors: Tensors) -> dict[str, Any]:
         return {"sparse": str(self), "kept choices": is_recomputing()}
 
-    def plan(self, problem: Problem, rank: int, strategy: str) -> Plan:
-        longest = find_longest(problem.mask)
-        if self.is_dense(longest) or longest <= self.exact_tokens:
-            plan = super().plan(problem, rank, strategy)
-            plan.takes_inputs = False  # it has no use for what blocks are chosen by
-            return plan
-        # sparse sequences are long, and so "auto" takes the ring for what is near
-        dense = "ring" if strategy == "auto" else strategy
-        near = replace(problem, mask=near_mask(problem.mask, self), forward="kv")
-        if problem.kv_layout is not None and problem.backward == "auto":
-            near = replace(near, backward="kv")  # of many keys, queries see few here: few are sent
-        span_bytes = sys.maxsize if strategy == "all-gather" else problem.group_bytes
-        plan = choose(dense, near).plan(near, rank)
-        return SparsePlan(problem, self, rank, plan, span_bytes)
+    def near_mask(self, mask: Mask) -> Mask:
+        return near_mask(mask, self)
+
+    def is_exact(self, longest: int) -> bool:
+        return self.is_dense(longest) or longest <= self.exact_tokens
+
+    def make_plan(self, problem: Problem, rank: int, near: Plan, span_bytes: int) -> Plan:
+        return SparsePlan(problem, self, rank, near, span_bytes)
 
 
 def _check_choose_by(tensors: Tensors, q: Tensor, k: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Sparse attention of new tokens to a cache, in torch. On GPUs `triton_decoding.py` computes it.
+"""Sums of keys, by which new tokens choose. On GPUs `triton_decoding.py` has them.
 
 Letters: B batch, S new tokens, T tokens of the cache, H query heads, G kv heads, D head size.
 """
@@ -8,9 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..base.dtypes import accumulator_dtype
-from ..kernels.few_queries import attend_grouped
-from ..spec import Spec
 from .compressed import CompressedKeys, compress, sum_strides
 from .config import Constants
 
@@ -58,40 +55,9 @@ class KeySums:
     def compress(self) -> list[CompressedKeys]:
         """Return the compressed keys of each row."""
         assert self._strides is not None, "extend comes first"
-        return [compress(row, self.sparse) for row in self._strides.unbind(1)]
+        return [self.compress_row(row) for row in range(self._strides.shape[1])]
 
-
-def attend_to_chosen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    positions: Tensor,
-    places: Tensor,
-    chosen: Tensor,
-    sparse: Constants,
-    spec: Spec,
-) -> tuple[Tensor, Tensor]:
-    """Return the attention of a few queries to those keys in their blocks that are at hand: out (S,
-    H, D) and lse (H, S), in the accumulator's dtype.
-
-    q          (S, H, D)
-    k, v       (T, G, D), some keys of a document
-    positions  (T,) int64, rising, on q's device: their positions in the document
-    places     (S,) int64: those of the queries
-    chosen     (S, G, N) int32: blocks of the document, -1 for none
-    """
-    (queries, heads, _), groups, size = q.shape, k.shape[1], sparse.block_size
-    out = torch.zeros_like(q, dtype=accumulator_dtype(q.dtype))
-    lse = out.new_full((heads, queries), -torch.inf)
-    if not len(k):
-        return out, lse
-    inside = torch.arange(size, device=q.device)
-    group = torch.arange(groups, device=q.device).unsqueeze(1)
-    for n, place in enumerate(places.tolist()):  # one query at a time, as keys are copied
-        tokens = (chosen[n].long().unsqueeze(-1) * size + inside).flatten(1)  # (G, N * size)
-        at = torch.searchsorted(positions, tokens).clamp_max(len(k) - 1)
-        seen = (positions[at] == tokens) & (tokens <= place)
-        rows = q[n].unflatten(0, (groups, -1))  # (G, H / G, D)
-        found = attend_grouped(rows, k[at, group], v[at, group], seen.unsqueeze(1), spec)
-        out[n], lse[:, n] = (x.flatten(0, 1) for x in found)
-    return out, lse
+    def compress_row(self, row: int) -> CompressedKeys:
+        """Return the compressed keys of a row."""
+        assert self._strides is not None, "extend comes first"
+        return compress(self._strides[:, row], self.sparse)

@@ -10,24 +10,23 @@ import functools
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
+from ..blocks.memory import BlockMemory
 from ..kernels.few_queries import has_kernels
 from ..memories.keys import KeyMemory, Softmax
 from ..memories.new_tokens import NewTokens
 from ..memories.protocol import Kind, Room, Turn, reserve_memory
 from ..merging.parts import Partials
-from ..spec import Spec
 from .choice import choose_in_document
 from .config import Constants
-from .key_sums import KeySums, attend_to_chosen
+from .key_sums import KeySums
 
 if TYPE_CHECKING:  # it needs the package triton
     from .triton_decoding import DecodingKeys
 
 
-class SparseMemory(KeyMemory):
+class SparseMemory(BlockMemory):
     """Keys and values of a layer with sparse attention. New tokens choose by sums of keys, chunks
     by the kept keys: with use_nope, by those before they are rotated, which are kept too.
     """
@@ -36,7 +35,8 @@ class SparseMemory(KeyMemory):
         config: Any = kind.extension
         assert isinstance(config, Constants), "its extension is InfLLMV2"
         self.config: Constants = config
-        self.sums_of_keys = KeySums(config)
+        self.sums_of_keys: KeySums = KeySums(config)
+        self.block_size = config.block_size
         self._decoding: DecodingKeys | None = None  # on GPUs, once there are new tokens
         by_k = (k,) if config.use_nope and room.chunks is not None else ()
         super().__init__(kind, room, k, v, *by_k)
@@ -50,23 +50,11 @@ class SparseMemory(KeyMemory):
         self, turn: Turn, q: Tensor, k: Tensor, v: Tensor, *tensors: Any
     ) -> Callable[[], Tensor]:
         sinks, by_q, by_k = self._take_choose_by(q, k, *tensors)
-        keys = self.keys[turn.number]
-        layout = keys.chunks.layouts[turn.number]
-        extra = self.kept[2:]
+        keys, extra = self.keys[turn.number], self.kept[2:]
         past = self.put(turn, k, v, *([by_k] if extra else []))
         others = (by_q, extra[0][:, keys.seen]) if extra else ()
         compute = functools.partial(self._attend_chunk, turn, past, q, k, v, sinks, *others)
-        if self.room.limit is None:
-            return compute
-
-        def compute_and_sum() -> Tensor:
-            out = compute()
-            self.sums_of_keys.extend(
-                self.room.sp.with_layout(layout).unshard(by_k.detach(), layout.seq_len)
-            )
-            return out
-
-        return compute_and_sum
+        return self._then_sum(turn, by_k, compute)
 
     def _take_choose_by(
         self, q: Tensor, k: Tensor, sinks: Tensor | None = None, *choose_by: Tensor
@@ -83,7 +71,7 @@ class SparseMemory(KeyMemory):
             self._add_on_device(new, by_k)
         else:
             self.sums_of_keys.extend(by_k)
-        return super().attend(new, q, k, v, sinks, by_q)
+        return KeyMemory.attend(self, new, q, k, v, sinks, by_q)
 
     def _add_on_device(self, new: NewTokens, k: Tensor) -> None:
         """Add keys (B, S, G, D) of new tokens in memory that a graph may write."""
@@ -99,7 +87,7 @@ class SparseMemory(KeyMemory):
 
     def _attend_part(self, new: NewTokens, q: Tensor, k: Tensor, *others: Tensor) -> Partials:
         if self.config.is_dense(new.stop):
-            return super()._attend_part(new, q, k)
+            return KeyMemory._attend_part(self, new, q, k)
         [by_q] = others
         positions, (keys, values, *_) = new.positions, self.kept
         spec = self.kind.spec(q)
@@ -111,26 +99,16 @@ class SparseMemory(KeyMemory):
                 positions.prepared[name] = KeysAtHand.of(at, positions.limit, name[1])
             at_hand, first = positions.prepared[name], new.on(q.device, "first")
             return self._decoding.attend(q, by_q, keys, values, at_hand, first, new.prepared, spec)
-        return self._attend_by_rows(new, q, by_q, spec)
+        return self._attend_by_rows(new, q, by_q)
 
-    def _attend_by_rows(self, new: NewTokens, q: Tensor, by_q: Tensor, spec: Spec) -> Partials:
-        places, found = torch.arange(new.start, new.stop), []
-        count, at = new.positions.count, new.positions.on(q.device)
-        k, v = (x[:, :count] for x in self.kept[:2])
-        for row, compressed in enumerate(self.sums_of_keys.compress()):
-            chosen = choose_in_document(by_q[row], places, compressed, self.config, spec.scale)
-            out, lse = attend_to_chosen(
-                q[row], k[row], v[row], at[:count], places, chosen, self.config, spec
-            )
-            found.append((out, lse.T))
-        outs, lses = zip(*found, strict=True)
-        return torch.stack(outs).unsqueeze(0), torch.stack(lses).unsqueeze(0)
+    def choose(self, row: int, q: Tensor, places: Tensor) -> Tensor:
+        compressed, scale = self.sums_of_keys.compress_row(row), self.kind.spec(q).scale
+        return choose_in_document(q, places, compressed, self.config, scale)
 
-    def refuses_crop(self) -> str | None:
-        return "sums of keys, by which blocks are chosen, do not forget keys"
+    def graph_obstacle(self) -> str | None:
+        return KeyMemory.graph_obstacle(self)
 
     def select_rows(self, rows: Tensor, count: int) -> bool:
-        self.sums_of_keys.select_rows(rows)
         moved = self._decoding is not None and not self._decoding.select_rows(rows)
         return super().select_rows(rows, count) and not moved
 
