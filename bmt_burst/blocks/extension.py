@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 from abc import abstractmethod
 from dataclasses import replace
-from typing import Self
+from typing import Any, Self
 
 from ..sequence.mask import Mask
 from ..strategies import Plan, Problem, choose
@@ -37,6 +37,12 @@ class BlockChoice(Extension):
     @abstractmethod
     def make_plan(self, problem: Problem, rank: int, near: Plan, span_bytes: int) -> Plan:
         """Return the plan of a rank. `near` plans the near part; the others are BlockPlan's."""
+
+    def for_layer(self, *, rotary: bool, **others: Any) -> Self:
+        for name, value in others.items():
+            if value is not None:
+                raise ValueError(f"expected sparse or {name}, got {self} and {name}={value}")
+        return self
 
     def bind(self, tensors: Tensors, call: DenseCall) -> Self:
         if call.spec.softcap is not None:

@@ -23,7 +23,7 @@ from ..spec import Spec
 
 
 class Sums(Protocol):
-    """What new tokens choose by, of all keys so far. Each key is added once, on every rank."""
+    """Sums of all keys so far, by which new tokens choose. Every rank adds each key once."""
 
     def extend(self, keys: Tensor) -> None:
         """Append the keys (B, S, G, D) of the next tokens."""

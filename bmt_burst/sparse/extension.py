@@ -57,9 +57,7 @@ class InfLLMV2(Constants, BlockChoice):
             raise ValueError(f"expected choose_by together with use_nope=True, got {got}")
 
     def for_layer(self, *, rotary: bool, **others: Any) -> Self:
-        for name, value in others.items():
-            if value is not None:
-                raise ValueError(f"expected sparse or {name}, got {self} and {name}={value}")
+        super().for_layer(rotary=rotary, **others)
         # without rotary positions the choice is the same, by the same q and k
         return self if rotary else replace(self, use_nope=False)
 
