@@ -21,7 +21,12 @@ from bmt_burst.base.arguments import as_int
 from bmt_burst.base.autocast import autocast_dtype
 from bmt_burst.calls.refusal import refuse_call
 from bmt_burst.fused.functions import RMSNorm
-from bmt_burst.loss import linear_cross_entropy_by_row, linear_cross_entropy_sum, score_tokens
+from bmt_burst.loss import (
+    linear_cross_entropy_by_row,
+    linear_cross_entropy_sum,
+    score_tokens,
+    token_logprobs,
+)
 from bmt_burst.nn import (
     Layouts,
     Masks,
@@ -191,6 +196,7 @@ class CPM(SequenceParallelModule):
         by_token: bool = False,
         by_row: bool = False,
         last: int | None = None,
+        logprobs: bool = False,
     ) -> Tensor | tuple[Tensor, ...]:
         """Compute logits (B, S, V), or the loss if there are labels.
 
@@ -205,6 +211,8 @@ class CPM(SequenceParallelModule):
         by_token   with labels: return each token's loss and the most likely token in its place,
                    both (B, S), without a backward (bmt_burst.loss.score_tokens)
         by_row     with labels: also return the sum of each row, (B,) without a gradient
+        logprobs   with labels: return the log-probability of each label, and the entropy of its
+                   distribution, both (B, S), with a backward (bmt_burst.loss.token_logprobs)
         last       without labels: how many of the last tokens have logits, 0 to S; by default all
 
         The ranks exchange the length that some rotary scalings depend on (models/rope.py). With a
@@ -231,6 +239,9 @@ class CPM(SequenceParallelModule):
             return F.linear(x, head.weight)
         if by_token:
             return score_tokens(x, head.weight, labels)
+        if logprobs:
+            of_labels, entropies = token_logprobs(x, head.weight, labels, entropies=True)
+            return of_labels, entropies
         loss = linear_cross_entropy_by_row if by_row else linear_cross_entropy_sum
         return loss(x, head.weight, labels)
 

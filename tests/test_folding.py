@@ -132,8 +132,9 @@ def test_losses_and_gradients_are_those_of_separate_rows(ranks, layout):
         sp = SequenceParallel(ring.rank, ring.size, where, process_group=ring)
         model = CPM(CONFIG, sp).double()
         model.load_state_dict(weights)
-        logits = model(sp.shard(folded.tokens), sp.shard(folded.positions, 0), mask=mask)
-        whole = sp.unshard(logprobs_of(logits, sp.shard(folded.targets)), mask.seq_len)
+        own = sp.shard(folded.tokens), sp.shard(folded.positions, 0), sp.shard(folded.targets)
+        logprobs, _ = model(*own, mask=mask, logprobs=True)
+        whole = sp.unshard(logprobs, mask.seq_len)
         of_rows = folded.unfold(whole)
         loss = sum(clipped_loss(row[:-1], number) for number, row in enumerate(of_rows))
         (loss / ring.size).backward()  # each rank has the loss of all rows

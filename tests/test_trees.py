@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bmt_burst import Layout, Mask, burst_attn_func, shift_labels, simulate
+from bmt_burst import Chunks, Layout, Mask, burst_attn_func, shift_labels, simulate
 from bmt_burst.sequence.mask import Slice
 from tests.cases import random_qkv
 
@@ -153,3 +153,22 @@ def test_a_prompt_with_completions_equals_a_dense_softmax_over_ranks(ranks, layo
     expected = [out, *torch.autograd.grad(out, (q, k, v), dout)]
     for ours, theirs in zip(found, expected, strict=True):
         assert (ours - theirs).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("window", [None, 9])
+def test_a_tree_in_chunks_equals_the_whole(window):
+    mask = Mask.tree([20, 9, 14, 8], [None, 0, 0, 2])
+    *inputs, dout = random_qkv(1, mask.seq_len, 4, 2, 8)
+    whole = [x.clone().requires_grad_() for x in inputs]
+    near = mask if window is None else mask.windowed(window)
+    out = burst_attn_func(*whole, mask=near, layout="contiguous")
+    expected = [out, *torch.autograd.grad(out, whole, dout)]
+    chunks, found = Chunks(mask, 16, 1), []
+    for chunk in chunks.forward():
+        chunk.attend(0, *map(chunk.shard, inputs), window=window)
+    for chunk in chunks.backward():
+        own = [chunk.shard(x).requires_grad_() for x in inputs]
+        part = chunk.attend(0, *own, window=window)
+        found.append([part, *torch.autograd.grad(part, own, chunk.shard(dout))])
+    for ours, theirs in zip(zip(*found, strict=True), expected, strict=True):
+        assert (torch.cat(ours[::-1], 1) - theirs).abs().max() < 1e-12
