@@ -143,7 +143,8 @@ def compile_sparse():
     tiles._SHORTEST = 4  # lists have several parts
     for queries in (32, 33, 40):  # compiled once for all of them
         starts = torch.zeros(queries, 2, 4, dtype=torch.int32)
-        blocks = FarBlocks(starts, torch.arange(queries), torch.arange(queries), 48, queries + 2)
+        at = torch.arange(queries)
+        blocks = FarBlocks(starts, at, at, 48, queries + 2, at * 0)
         q, k = (
             torch.zeros(tokens, heads, 24, dtype=torch.bfloat16)
             for tokens, heads in ((queries, 6), (queries + 1, 2))
@@ -176,7 +177,8 @@ def compile_lightning():
 def compile_copies():
     """Compile the kernels that load blocks by the copy engine."""
     triton_far._can_copy = lambda *_: True
-    blocks = FarBlocks(*torch.zeros(3, 32, dtype=torch.int64), 32, 40)
+    *of_tokens, documents = torch.zeros(4, 32, dtype=torch.int64)
+    blocks = FarBlocks(*of_tokens, 32, 40, documents)
     for name in ("forward", "dq"):
         kernel = Compiler(getattr(triton_far, f"_{name}").kernel)
         starts = torch.zeros(32, 2, 4, dtype=torch.int32)

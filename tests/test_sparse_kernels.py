@@ -353,13 +353,13 @@ def test_lists_do_not_wait_for_the_device():
     """Fake tensors have no values that the host could read."""
     with FakeTensorMode():
         starts, stops = torch.zeros(3000, 2, 4, dtype=torch.int32), torch.arange(3000)
-        blocks = FarBlocks(starts, stops, stops, 4, 900)
+        blocks = FarBlocks(starts, stops, stops, 4, 900, stops)
         find_between(KeyLists.of_blocks(blocks).starts, 3, 700)
 
 
 def test_no_queries_or_no_keys_change_nothing():
     starts, stops = torch.full((3, 1, 2), -1, dtype=torch.int32), torch.zeros(3, dtype=torch.int64)
-    blocks = FarBlocks(starts, torch.arange(3), stops, 16, 4)
+    blocks = FarBlocks(starts, torch.arange(3), stops, 16, 4, stops)
     q, k = torch.ones(3, 2, 16, device=DEVICE), torch.ones(4, 1, 16, device=DEVICE)
     for some_q, some_k, some in ((q, k[:0], blocks), (q[:0], k, cut(blocks, 0)), (q, k, blocks)):
         some = on_device(some)

@@ -22,6 +22,7 @@ class FarBlocks:
     stops       (S,) int64: where the far part of each token ends, so the first one of its window
     block_size  tokens of a block
     tokens      of the sequence
+    documents   (F,) int64: where the document of each query starts
     """
 
     starts: Tensor
@@ -29,6 +30,7 @@ class FarBlocks:
     stops: Tensor
     block_size: int
     tokens: int
+    documents: Tensor
     # what kernels keep for these blocks
     prepared: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
@@ -43,7 +45,8 @@ class FarBlocks:
         """
         first = starts.int().view(-1, 1, 1) + chosen * block_size
         is_far = (chosen >= 0) & (first < stops[queries].view(-1, 1, 1))
-        return FarBlocks(first.masked_fill(~is_far, -1), queries, stops, block_size, tokens)
+        found = first.masked_fill(~is_far, -1)
+        return FarBlocks(found, queries, stops, block_size, tokens, starts)
 
 
 class FarKeys(NamedTuple):

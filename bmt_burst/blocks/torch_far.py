@@ -16,6 +16,7 @@ T keys at hand.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -110,10 +111,13 @@ def _tiles(q: Tensor, far: FarKeys) -> Iterator[_Tile]:
     blocks, first, (count, groups, _) = far.blocks, far.first, far.k.shape
     choices = blocks.starts.shape[1]  # one for each kv head, or for each query head
     heads = q.shape[1] // choices
+    # A tile has queries of one document: NaN times 0 is NaN.
+    counts = blocks.documents.unique_consecutive(return_counts=True)[1].tolist()
     waiting = [
-        (choice, slice(start, min(start + _QUERIES, len(blocks.starts))))
+        (choice, slice(start, min(start + _QUERIES, stop)))
         for choice in range(choices)
-        for start in range(0, len(blocks.starts), _QUERIES)
+        for first_query, stop in itertools.pairwise(itertools.accumulate(counts, initial=0))
+        for start in range(first_query, stop, _QUERIES)
     ]
     while waiting:
         choice, some = waiting.pop(0)
