@@ -206,6 +206,21 @@ def _has_smollm_window(hf: dict[str, Any]) -> list[bool]:
     return [pattern[i % len(pattern)] == "n" for i in range(hf["num_hidden_layers"])]
 
 
+def _read_seed_biases(hf: dict[str, Any]) -> dict[str, Any]:
+    """Return the biases of a Seed-OSS: attention_bias is for q, k and v only, and on by default."""
+    o_bias = hf.get("attention_out_bias", False)
+    if type(o_bias) is not bool:
+        raise ValueError(f"attention_out_bias must be true or false, got {o_bias!r}")
+    return {"qkv_bias": hf.get("attention_bias", True), "o_bias": o_bias}
+
+
+def _write_seed_biases(config: CPMConfig) -> dict[str, Any]:
+    # by default transformers drops a tenth in training, as no model was trained here, and token 1
+    # is padding
+    off = {"attention_dropout": 0.0, "residual_dropout": 0.0, "pad_token_id": None}
+    return {"attention_out_bias": config.o_bias, **off}
+
+
 # The first one that fits is written, if a model is not of a family that does.
 FAMILIES = {
     "llama": Family("LlamaForCausalLM", biases=_BIASES, refuses=_refuse_odd_heads),
@@ -266,6 +281,13 @@ FAMILIES = {
         "GraniteForCausalLM",
         (Fields(_MULTIPLIERS, _read_multipliers, _write_multipliers),),
         biases=_BIASES,
+    ),
+    "seed_oss": Family(
+        "SeedOssForCausalLM",
+        # not its dropouts: --accept-field takes only what no family reads
+        (Fields(("attention_out_bias",), _read_seed_biases, _write_seed_biases),),
+        biases=_BIASES,
+        head_dim=128,
     ),
 }
 

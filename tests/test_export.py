@@ -265,11 +265,12 @@ def test_weights_are_written_in_the_dtype_asked_for(run, tmp_path, umask, name, 
 def test_models_that_cannot_be_written_are_refused_and_leave_nothing(tmp_path, capsys):
     """Weights beyond the dtype, and a model that is like no other."""
     large = run_of(tmp_path / "large", PADDED, ByteTokenizer(), factor=1e6)
-    odd = run_of(tmp_path / "odd", dataclasses.replace(PADDED, o_bias=True), ByteTokenizer())
+    config = dataclasses.replace(PADDED, o_bias=True, qk_norm=True)
+    odd = run_of(tmp_path / "odd", config, ByteTokenizer())
     for run, kind, message in (
         (large, "huggingface", "too large for float16"),
         (large, "bmtrain", "too large for float16"),
-        (odd, "huggingface", "smollm3, granite without o_bias=True"),
+        (odd, "huggingface", "qwen3 without o_bias=True; seed_oss without qk_norm=True"),
     ):
         options = ("--run", run, "--output", tmp_path / "out", "--format", kind, "--dtype", "fp16")
         assert message in refusal(capsys, *options)
@@ -434,6 +435,7 @@ OF_FAMILIES = {
     "minicpm_sala": {"mixers": ("attention", "lightning", "lightning"), "attention_gate": True},
     "smollm3": PLAIN | {"rotary_pattern": "rrn"},
     "granite": {"softmax_scale": 0.2},
+    "seed_oss": PLAIN | {"qkv_bias": True},
 }
 
 

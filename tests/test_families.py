@@ -19,6 +19,7 @@ from transformers import (
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    SeedOssConfig,
     SmolLM3Config,
 )
 
@@ -71,6 +72,7 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 SIX = {"num_hidden_layers": 6, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3}
 MULTIPLIERS = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 8.0}
 MULTIPLIERS["attention_multiplier"] = 0.2
+NO_DROPOUT = {"attention_dropout": 0.0, "residual_dropout": 0.0}
 FAMILIES = {
     "llama": (LlamaConfig, {}),
     "llama, biases": (LlamaConfig, {**BIASED, **TIED, "mlp_bias": True}),
@@ -93,6 +95,17 @@ FAMILIES = {
     "granite, biases": (
         GraniteConfig,
         {**MULTIPLIERS, **BIASED, **TIED, "mlp_bias": True, "logits_scaling": 7.0},
+    ),
+    "seed_oss": (SeedOssConfig, NO_DROPOUT),
+    "seed_oss, other biases": (
+        SeedOssConfig,
+        {
+            **NO_DROPOUT,
+            **TIED,
+            "attention_bias": False,
+            "attention_out_bias": True,
+            "mlp_bias": True,
+        },
     ),
 }
 PAIRS = [*(("llama", rope) for rope in ROPES), ("qwen3, biases, windows", "longrope")]
@@ -378,6 +391,18 @@ def test_ranks_tell_each_other_the_longest():
     assert SequenceParallel().longest(torch.tensor([[3, 0], [1, 7]])).tolist() == [4, 8]
 
 
+def test_a_seed_oss_has_the_biases_and_heads_of_its_class_if_its_file_does_not_say():
+    hf = config_of("seed_oss", "none").to_dict()
+    for name in ("attention_bias", "attention_out_bias", "mlp_bias", "head_dim"):
+        del hf[name]
+    config = config_from_hf(hf)
+    assert (config.qkv_bias, config.o_bias, config.mlp_bias) == (True, False, False)
+    assert config.head_dim == SeedOssConfig().head_dim
+    # as released, with dropouts
+    dropouts = {"attention_dropout": 0.1, "residual_dropout": 0.1}
+    assert config_from_hf({**hf, **dropouts}, accept=[*dropouts]) == config
+
+
 # What is refused.
 
 
@@ -407,6 +432,9 @@ OTHERS = [
     ("mistral", {"use_sliding_window": False}, "'use_sliding_window': False"),
     ("mistral", {"layer_types": [FULL] * 2}, "which layers of a mistral have a window"),
     ("llama", {"rms_norm_eps": None}, "lacks ['rms_norm_eps']"),
+    ("llama", {"attention_out_bias": True}, "unknown fields {'attention_out_bias': True}"),
+    ("seed_oss", {"attention_out_bias": "yes"}, "attention_out_bias must be true or false, got"),
+    ("seed_oss", {"residual_dropout": 0.1}, "training has no dropout here"),
 ]
 BROKEN = [  # changes of rope_parameters
     ("yarn", {"rope_type": "proportional"}, "linear, dynamic, yarn, llama3, longrope, got 'prop"),
