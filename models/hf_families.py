@@ -5,7 +5,13 @@ hf_config.py reads and writes. A family fits a model if reading what it writes g
 Weights have the names of transformers' Llama in all families.
 
 To add a family, write its entry, and add it to FAMILIES of tests/test_families.py, which compares
-its logits with those of transformers. If it computes what CPM does not, add a field to CPMConfig.
+logits with those of transformers, and to OF_FAMILIES of tests/test_export.py. If it computes what
+CPM does not, add a field to CPMConfig. Then:
+
+- `read` comes last, and overrides what all families read, such as both biases of attention.
+- `write` also returns defaults of transformers' class that would act otherwise, such as a dropout
+  or a pad token. Leave these out of `names`: then --accept-field takes them.
+- A new entry may fit models that were refused before, which a test may hold.
 """
 
 from __future__ import annotations

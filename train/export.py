@@ -3,10 +3,10 @@
     python train/export.py --run runs/cpm --output exported    # a Hugging Face folder
     python train/export.py --run runs/cpm --output exported --format bmtrain    # model.pt
 
-By default the export is a Hugging Face folder of a Llama, or of a Mistral, Qwen2 or Qwen3 if the
-model needs that. MiniCPM's scalings are folded into the weights, so transformers loads it without
-other code. With --keep-scalings, and with sparse attention, it is a MiniCPM's instead, with this
-project's own code for transformers 5 (trust_remote_code=True).
+By default the export is a Hugging Face folder of the family that the run began with, otherwise of a
+Llama, or of another family if the model needs that. MiniCPM's scalings are folded into the weights,
+so transformers loads it without other code. With --keep-scalings, and with sparse attention, it is
+a MiniCPM's instead, with this project's own code for transformers 5 (trust_remote_code=True).
 
 With lightning layers it is a MiniCPM-SALA's, always with its scalings, and without a modelling
 file: transformers has none, and the release has its own.
