@@ -247,15 +247,19 @@ class Mask:
         Raises ValueError for a mask of two lengths.
         """
         self.check_one_length("windowed()")
-        most, depths = _positive("window", window), self.depths or ((0, 0),)
-        slices = []
+        high = _positive("window", window)
+        if self.depths is None:
+            slices = [_limit(s, high) for s in self.slices]
+        else:
+            slices = sorted(self._cut_windows(self.depths, high), key=_start)
+        return _mask(self.seq_len, [s for s in slices if s.area], depths=self.depths)
+
+    def _cut_windows(self, depths: Depths, high: int) -> Iterator[Slice]:
+        """Yield the slices within a window of positions in a tree."""
         for s in self.slices:
             for q, behind in cut_at_depths(depths, s.q, self.seq_len):
                 for kv, before in cut_at_depths(depths, s.kv, self.seq_len):
-                    high = most + behind - before
-                    found = Slice(q, kv, s.low, high if s.high is None else min(s.high, high))
-                    slices += [found] * (found.area > 0)
-        return _mask(self.seq_len, sorted(slices, key=_start), depths=self.depths)
+                    yield _limit(s._replace(q=q, kv=kv), high + behind - before)
 
     @functools.cached_property
     def area(self) -> int:
@@ -441,6 +445,10 @@ def _mask(
 def _lengths(seq_len: Any, kv_len: Any) -> tuple[int, int]:
     n = _positive("seq_len", seq_len)
     return n, n if kv_len is None else _positive("kv_len", kv_len)
+
+
+def _limit(s: Slice, high: int) -> Slice:
+    return s._replace(high=high if s.high is None else min(s.high, high))
 
 
 def _move_band(s: Slice, by: int) -> Slice:
