@@ -67,8 +67,7 @@ class InfLLMV2(Constants, BlockChoice):
     def work_mask(self, mask: Mask) -> Mask:
         # Far kernels take about twice as long for a key as dense ones. So a query that chooses has
         # the work of a window with twice the keys beyond its own one.
-        dense = self.is_dense(find_longest(mask))
-        return mask if dense else mask.windowed(2 * self.exact_tokens - self.window_size)
+        return mask.windowed(2 * self.exact_tokens - self.window_size)
 
     def prepare(self, tensors: Tensors, q: Tensor) -> Tensors:
         found = (x.detach() if x.dim() == 4 else x.detach().unsqueeze(0) for x in tensors)

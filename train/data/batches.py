@@ -319,8 +319,9 @@ class Batches(Dealer[MicroBatch]):
 
     def _is_sparse(self, masks: Iterable[Mask]) -> bool:
         """Whether calls of rows with these masks are sparse. The longest document decides."""
-        sparse = self._model.infllm
-        return sparse is not None and not sparse.is_dense(max(map(find_longest, masks)))
+        sparse, infllm = self._model.sparse, self._model.infllm
+        is_dense = infllm is not None and infllm.is_dense(max(map(find_longest, masks)))
+        return sparse is not None and not is_dense
 
     def _plan_row(self, mask: Mask, balanced: bool, is_sparse: bool) -> _RowPlan:
         in_layers = {
@@ -336,7 +337,7 @@ class Batches(Dealer[MicroBatch]):
         if balanced and self.sp.size > 1:
             # full layers first
             full = in_layers[min(in_layers, key=bool)] if in_layers else mask
-            extension = self._model.sparse
+            extension = self._model.sparse if is_sparse else None
             layout = Layout.balanced(extension.work_mask(full) if extension else full, self.sp.size)
         seen = [
             count * (sparse_keys(mask, sparse) if sparse else keys_seen(in_layers[window]))
