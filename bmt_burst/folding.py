@@ -1,10 +1,10 @@
 """Folding: rows that share prefixes, such as the completions of a prompt, as one sequence of trees.
 
     folded = fold_prefixes(rows)
-    batch = sp.sequence(folded.mask, "balanced")
-    hidden = model(sp.shard(folded.tokens), sp.shard(folded.positions, 0), batch)
-    logprobs = sp.unshard(token_logprobs(hidden, head, sp.shard(folded.targets)), folded.seq_len)
-    of_rows = folded.unfold(logprobs)  # a tensor for each row
+    batch = sp.sequence(folded.mask)
+    hidden = model(batch.shard(folded.tokens), batch.positions(), cache=batch)
+    logprobs = token_logprobs(hidden, head, batch.shard(folded.targets))
+    of_rows = folded.unfold(batch.unshard(logprobs))  # a tensor for each row
 
 A token is computed once for all rows that share it and what precedes it. Rows differ in what
 follows the last token that they share, and a token has one target. So that token stands once for

@@ -3,7 +3,7 @@
 A subclass says what is near, and which blocks are chosen:
 
     near_mask  the pairs of the near part
-    is_dense   whether documents of a length have no far part
+    is_exact   whether calls of documents of a length are dense
     make_plan  the plan, a `BlockPlan` that chooses
     memory     for caches, a `BlockMemory` that chooses for new tokens
 """

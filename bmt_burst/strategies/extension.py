@@ -80,17 +80,17 @@ class Extension(ABC):
         return ()
 
     def work_mask(self, mask: Mask) -> Mask:
-        """Return a mask with about the work of each query. Layouts are balanced by it."""
+        """Return a mask with about the work of each query, by which layouts are balanced."""
         return mask
 
     def to_dict(self) -> dict[str, Any]:
         """Return the values of a configuration, as JSON takes them: those of `from_dict`."""
-        raise NotImplementedError(f"{type(self).__name__} has no place in a configuration")
+        raise TypeError(f"{type(self).__name__} has no place in a configuration")
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Return the extension with these values. Raises TypeError or ValueError for wrong ones."""
-        raise NotImplementedError(f"{cls.__name__} has no place in a configuration")
+        raise TypeError(f"{cls.__name__} has no place in a configuration")
 
     def prepare(self, tensors: Tensors, q: Tensor) -> Tensors:
         """Return the plan's inputs. q (B, S, H, D) is prepared."""
