@@ -192,7 +192,8 @@ def _read_rotary_layers(hf: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(f"no_rope_layer_interval must be a positive int, got {every!r}")
         return {"rotary_pattern": _letters([(i + 1) % every for i in range(count)])}
     layers = hf["no_rope_layers"]
-    if not isinstance(layers, list) or len(layers) != count or set(layers) - {0, 1}:
+    known = isinstance(layers, list) and all(layer in (0, 1) for layer in layers)
+    if not known or len(layers) != count:
         raise ValueError(f"no_rope_layers must be 0 or 1 for each of {count} layers, got {layers}")
     return {"rotary_pattern": _letters(layers)}
 
