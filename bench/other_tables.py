@@ -253,6 +253,24 @@ def generation_table(rows: list[Row]) -> str:
     return list_rows(rows, "generation", columns)
 
 
+def folds_table(rows: list[Row]) -> str:
+    """Format a policy's steps on completions of one prompt: a line for each way."""
+    columns: dict[str, Column] = {
+        "model": "model",
+        "layers": "layers",
+        "GPUs": "gpus",
+        "prompt": lambda row: tokens(row["prompt"]),
+        "completions": lambda row: f"{row['completions']} of {tokens(row['length'])}",
+        "rows": "way",
+        "s/step": "step_s",
+        "tokens/s of completions": lambda row: round(row["completion_tokens_per_s"]),
+        "GiB": lambda row: or_dash(row["peak_gib"]),
+        "largest difference of a log-probability": "logprob_difference",
+        "of the gradient's norm": "norm_difference",
+    }
+    return list_rows(rows, "folds", columns)
+
+
 def passes_table(rows: list[Row]) -> str:
     """Format the milliseconds of a forward and backward: a line for each pass."""
     cases: dict[str, dict[str, Row]] = defaultdict(dict)
@@ -501,6 +519,7 @@ TABLES = {
     "Losses in float8": loss_curves_table,
     "Steps in chunks": chunks_table,
     "Prompts and new tokens": generation_table,
+    "Completions of one prompt": folds_table,
     "Passes and the loss": passes_table,
     "Lightning attention": lightning_table,
     "Lightning attention: error against float64 (relative L2)": lightning_error_table,

@@ -70,6 +70,13 @@ SECTIONS = {
         "bench/host_time.py",
         "medians of nine rounds of ten calls",
     ),
+    "folds-*": Section(
+        "training",
+        "Completions of one prompt, as separate rows and folded",
+        "bench/folds.py",
+        "forward and backward without an optimizer; the differences are those of random weights in "
+        "bf16",
+    ),
     "power-*": Section(
         "time",
         "Power and clocks during the measurements",
