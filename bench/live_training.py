@@ -5,7 +5,7 @@
 
 Each setting has a row of JSON, as in bench/training.py: peak memory, and medians over the steps
 after --warm-up of tokens a second and GPU, MFU and seconds a step. FLOPs are those of
-train/run/measure.py, which count only visible pairs. All ranks share one row, in the layout that
+train/loop/measure.py, which count only visible pairs. All ranks share one row, in the layout that
 balances its work. Every step has the same row with new tokens. With --layers models have fewer
 layers than their presets, and the row states it.
 
@@ -45,7 +45,7 @@ from models.cpm_live.config import PRESETS
 from train.engine import Engine
 from train.engine.bmtrain import BMTrainEngine
 from train.engine.torch import TorchEngine
-from train.run.measure import peak_tflops, step_flops
+from train.loop.measure import peak_tflops, step_flops
 
 _EXTENDED = 16  # tokens with sub-ids that can be predicted
 

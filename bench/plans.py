@@ -32,8 +32,8 @@ from train.planning.memory import Step, plan_step
 from train.planning.report import inputs_of_token, kept_of_token, saving_flags
 from train.planning.search import Cluster, as_run, find_longest, plan, recommend, with_options
 from train.planning.seconds import GIB, GPUS, H200, step_seconds
-from train.run.config import TrainConfig
-from train.run.options import parse_options
+from train.settings.config import TrainConfig
+from train.settings.options import parse_options
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/planning.md"

@@ -44,8 +44,8 @@ def find_hooks() -> list[Callable]:
 
 def run(name: str, options: list[str], args: argparse.Namespace, device: Any) -> dict[str, Any]:
     """Train. Return the row without its origin, on rank 0."""
-    from train.run.stages import parse_run
-    from train.run.trainer import Trainer
+    from train.loop.stages import parse_run
+    from train.loop.trainer import Trainer
     from train.run.watchdog import Watchdog
 
     folder = f"{args.folder}/{name}"
@@ -115,8 +115,8 @@ def main() -> None:
     sys.path[0] = str(args.tree.resolve())
     from bench.machine import origin
     from train.base.signals import StopSignal
+    from train.loop.stages import parse_run
     from train.run.distributed import init_distributed
-    from train.run.stages import parse_run
 
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     args.stop = StopSignal(lambda signum: None, lambda: os._exit(1))

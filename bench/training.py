@@ -5,8 +5,8 @@
         --output bench/results/training.jsonl
 
 Each setting has a row of JSON, with the mask and medians over the steps after --warm-up: tokens a
-second and GPU, MFU (train/run/measure.py has its formula), seconds of a step and of its parts, peak
-memory, and the balance of the ranks' work. All GPUs share each sequence, unless --sp-size is
+second and GPU, MFU (train/loop/measure.py has its formula), seconds of a step and of its parts,
+peak memory, and the balance of the ranks' work. All GPUs share each sequence, unless --sp-size is
 given. With --layers the model has fewer layers than its preset, and the row states it. On a machine
 without GPUs ranks are CPU processes.
 

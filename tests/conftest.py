@@ -61,7 +61,7 @@ def _seed() -> None:
 @pytest.fixture
 def alone(monkeypatch, one_process) -> None:
     """Be the only rank of a group. Its runs draw no curves, which takes longer than their steps."""
-    monkeypatch.setattr("train.run.metrics.plot_losses", lambda records, file: None)
+    monkeypatch.setattr("train.loop.metrics.plot_losses", lambda records, file: None)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from train.checkpoints.checkpoint import Checkpoint
 from train.data.tokenizer import ByteTokenizer
 from train.data.tokenizer_base import Tokenizer
 from train.pretrain import Trainer
-from train.run.config import TrainConfig
+from train.settings.config import TrainConfig
 
 
 def written_text(folder: Path, tokenizer: Tokenizer, start: int = 0) -> Path:

@@ -15,8 +15,8 @@ from tests.test_model import SMALL, initialized
 from tests.test_sparse import SMALL as SPARSE
 from train.data.batches import Batches, keys_seen, sparse_keys
 from train.data.folder import Row, Sequences
-from train.run.config import TrainConfig
-from train.run.measure import measure_losses
+from train.loop.measure import measure_losses
+from train.settings.config import TrainConfig
 
 
 class Tokens:

@@ -13,7 +13,7 @@ from train.data import documents
 from train.data.folder import Sequences, TokenFile
 from train.data.stored import StoredNumbers, TokenWriter
 from train.data.tokenizer import ByteTokenizer
-from train.run.config import TrainConfig
+from train.settings.config import TrainConfig
 
 BOS = 200  # a token that the documents below may begin with
 MIXED = (

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from models.rope import Linear
-from train.run.config import TrainConfig
-from train.run.progress import learning_rate
-from train.run.stages import parse_run
+from train.loop.progress import learning_rate
+from train.loop.stages import parse_run
+from train.settings.config import TrainConfig
 
 
 def test_configuration_comes_from_defaults_file_and_command_line(tmp_path):

@@ -19,7 +19,7 @@ from models.cpm_live.config import PRESETS
 from tests.largest import Largest
 from tests.live import Golden, golden, shard_rows, unshard_rows
 from tests.reference import relative_error
-from train.run.measure import step_flops
+from train.loop.measure import step_flops
 
 BOTH = pytest.mark.parametrize("name", ["bee", "ant"])
 RUNS = [

@@ -20,7 +20,7 @@ from tests.test_model import SMALL, initialized
 from train.data.batches import keys_seen
 from train.data.folder import Sequences, TokenFile
 from train.data.tokenizer import ByteTokenizer
-from train.run.measure import step_flops
+from train.loop.measure import step_flops
 
 EOS = ByteTokenizer.eos_id
 LENGTHS = (3, 1, 30, 2, 7, 1, 12, 5, 9)  # of documents, without eos: 79 tokens in all

@@ -17,11 +17,12 @@ from train.cpm_live.batches import LiveBatches
 from train.cpm_live.tokenizers import AntGreedyTokenizer
 from train.data.batches import Batches
 from train.data.skips import Skips
-from train.run import time_limit
-from train.run.config import TrainConfig
-from train.run.measure import Clock
-from train.run.stages import parse_run
-from train.run.time_limit import TimeLimit, parse_duration
+from train.loop import time_limit
+from train.loop.measure import Clock
+from train.loop.stages import parse_run
+from train.loop.time_limit import TimeLimit
+from train.settings.config import TrainConfig
+from train.settings.values import parse_duration
 
 
 @pytest.fixture

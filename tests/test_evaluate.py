@@ -26,8 +26,8 @@ from train import evaluate as script
 from train.data.tokenizer import ByteTokenizer, JsonTokenizer
 from train.evaluation.retrieval import KEYS, SENTENCES, Haystack, Needle, RetrievalRows, Variables
 from train.evaluation.tasks import Bin, Grid, parse_tasks
-from train.run.config import TrainConfig
-from train.run.trained import open_trained
+from train.settings.config import TrainConfig
+from train.trained.model import open_trained
 
 TEXT = "The grass is green. The sky is blue. Here we go."
 LENGTH = 30

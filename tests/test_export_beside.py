@@ -14,10 +14,10 @@ from tests.preparing import write_tokens
 from tests.runs import train
 from tests.test_export import SENTENCES, byte_level_bpe, exported
 from tests.test_model import SMALL, initialized
+from train.checkpoints.beside import read_beside
 from train.data.tokenizer import ByteTokenizer, JsonTokenizer
 from train.export import main
-from train.run.beside import read_beside
-from train.run.carry import carry_over
+from train.trained.carry import carry_over
 
 SPECIAL = ["<unk>", "<s>", "</s>", "<|im_end|>", "<pad>"]
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"

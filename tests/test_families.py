@@ -40,7 +40,7 @@ from models.huggingface import (
 )
 from models.rope import RopeScaling
 from tests.test_model import SMALL, initialized
-from train.run.measure import step_flops
+from train.loop.measure import step_flops
 
 ORIGINAL = 16  # tokens that the small models were "first trained" with
 # rising: transformers remembers the longest for dynamic scalings

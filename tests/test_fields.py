@@ -16,7 +16,7 @@ from tests.test_model import SMALL, initialized
 from train import evaluate
 from train.generate import main as generate_main
 from train.plan import main as plan_main
-from train.run.config import TrainConfig
+from train.settings.config import TrainConfig
 
 SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),

@@ -226,7 +226,10 @@ TRAIN_LEVELS = [
     "engine",
     "checkpoints",
     "evaluation",
+    "settings",
     "run",
+    "loop",
+    "trained",
     "planning",
 ]
 SCRIPTS = {"make_vocabulary", "prepare_data", "pretrain", "generate", "export", "evaluate", "plan"}

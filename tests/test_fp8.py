@@ -10,8 +10,8 @@ from models.cpm import CPM
 from tests.launcher import run_ranks, world_of_one
 from train.engine import fp8
 from train.engine.torch import TorchEngine
-from train.run.config import TrainConfig
 from train.run.distributed import choose_engine
+from train.settings.config import TrainConfig
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 SMALL = CPMConfig(

@@ -9,7 +9,7 @@ import pytest
 from tests.launcher import ROOT, run_script
 from tests.runs import records
 from tests.test_train import command, curve, folder  # noqa: F401 - a fixture
-from train.run.metrics import Metrics
+from train.loop.metrics import Metrics
 from train.run.watchdog import EXIT_CODE
 
 PATCHED = """

@@ -226,7 +226,7 @@ KILLER = """
 import gc, os, random, signal, sys, time
 from pathlib import Path
 from train import pretrain
-from train.run import metrics
+from train.loop import metrics
 
 metrics.plot_losses = lambda records, file: None
 kills, spared, killed, *flags = sys.argv[1:]

@@ -12,11 +12,11 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from bmt_burst.errors import RankFailed, RankGone, RankLate
 from train.base import ranks
 from train.base.files import leave_reason
+from train.loop.stages import parse_run
 from train.run import ending, launch
-from train.run.config import TrainConfig
 from train.run.distributed import init_distributed
-from train.run.stages import parse_run
 from train.run.watchdog import EXIT_CODE
+from train.settings.config import TrainConfig
 
 
 def watchdog_of(last_words: str = "") -> SimpleNamespace:

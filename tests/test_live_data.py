@@ -32,9 +32,9 @@ from train.cpm_live.stored import AntWriter
 from train.cpm_live.tokenizers import AntGreedyTokenizer, BeeTokenizer
 from train.data.folder import TokenFile
 from train.data.tokenizer import load_tokenizer
-from train.run import resume
-from train.run.checks import check_strategy
-from train.run.config import TrainConfig
+from train.loop import resume
+from train.settings.checks import check_strategy
+from train.settings.config import TrainConfig
 
 BEE, ANT = golden("bee").config, golden("ant").config
 EOS = 7

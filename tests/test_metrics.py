@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from train.base.files import printing
 from train.base.folders import lock
-from train.run.metrics import Metrics
+from train.loop.metrics import Metrics
 
 GOOD = [{"step": step, "loss": 1.0 / step, "samples": step * 4} for step in range(1, 5)]
 

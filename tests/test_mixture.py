@@ -20,7 +20,7 @@ from train.data.folder import Sequences
 from train.data.mixture import Interleaving, Mixture
 from train.data.shares import evaluated_folders, parse_shares, parse_sources
 from train.data.tokenizer import ByteTokenizer
-from train.run.stages import parse_run
+from train.loop.stages import parse_run
 
 NAMES = ("loss", "loss/code", "loss/books", "grad_norm", "samples", "epoch/code", "epoch/books")
 

@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 from tests.launcher import run_ranks, run_script
 from train.base import ranks
+from train.loop.inputs import check_same_data
 from train.run import output_folder
-from train.run.config import TrainConfig
 from train.run.distributed import shared_options
-from train.run.inputs import check_same_data
+from train.settings.config import TrainConfig
 
 
 def refused(start: str):

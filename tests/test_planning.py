@@ -28,6 +28,7 @@ from bench.tables import table
 from bmt_burst import InfLLMV2
 from tests.launcher import ROOT
 from train import plan as plan_script
+from train.loop.building import Kept
 from train.planning.attention import AttentionShape, attention_memory
 from train.planning.dry_run import advise, dry_run
 from train.planning.fitting import fit_memory
@@ -45,9 +46,8 @@ from train.planning.search import (
 )
 from train.planning.seconds import GIB, GPUS, H200, attention_seconds, step_seconds
 from train.run import ending
-from train.run.building import Kept
-from train.run.config import TrainConfig
-from train.run.options import make_config, parse_options
+from train.settings.config import TrainConfig
+from train.settings.options import make_config, parse_options
 
 RESULTS = ROOT / "bench/results"
 MEMORY_ERROR, SECONDS_ERROR = 0.10, 0.15  # docs/planning.md promises them

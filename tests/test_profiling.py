@@ -8,8 +8,8 @@ import pytest
 from torch.autograd import DeviceType
 
 from tests.runs import train
-from train.run.config import TrainConfig
-from train.run.profiling import sum_operators
+from train.loop.profiling import sum_operators
+from train.settings.config import TrainConfig
 
 
 def spans(file) -> list[str]:
@@ -43,7 +43,7 @@ def test_a_run_that_is_stopped_or_resumed_profiles_the_steps_that_it_does(
         stop.received = step == 2
         return 0.0
 
-    monkeypatch.setattr("train.run.trainer.learning_rate", rate)
+    monkeypatch.setattr("train.loop.trainer.learning_rate", rate)
     assert not train(settings, stop, profile="2:3", steps=3)
     assert train(settings, profile="2:3", steps=3, resume="auto")
     names = sorted(file.name[:9] for file in (tmp_path / "run/profile").iterdir())

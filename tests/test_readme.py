@@ -12,7 +12,7 @@ import torch
 
 from bench.report import DOCS, HEADLINES, MARKED, RESULTS, pages, section_of, with_tables
 from tests.launcher import ROOT, run_script
-from train.run.config import TrainConfig
+from train.settings.config import TrainConfig
 
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]

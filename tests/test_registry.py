@@ -7,7 +7,7 @@ import pytest
 
 from tests.launcher import ROOT
 from train.registry import KINDS, Kind, kind_of_data, load
-from train.run.kinds import PRESETS, config_of, kind_of
+from train.settings.kinds import PRESETS, config_of, kind_of
 
 EACH_KIND = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 

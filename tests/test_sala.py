@@ -42,6 +42,8 @@ from train.export import main as export_main
 from train.generate import generate, load_model
 from train.generate import main as generate_main
 from train.generation.decoding import Speed, _compute
+from train.loop.inputs import check_kernel
+from train.loop.measure import step_flops
 from train.planning.ledger import META, Ledger
 from train.planning.lightning import (
     _BACKWARD_TENSORS,
@@ -52,9 +54,7 @@ from train.planning.lightning import (
 from train.planning.search import CHUNKS, Cluster, plan, possible_chunks
 from train.planning.seconds import H200
 from train.planning.units import Shape, find_unit
-from train.run.config import TrainConfig
-from train.run.inputs import check_kernel
-from train.run.measure import step_flops
+from train.settings.config import TrainConfig
 
 SMALL = CPMConfig(
     320, 32, 48, 5, 4, 2, 8, rms_norm_eps=1e-6, scale_emb=12.0, scale_depth=1.4, dim_model_base=16,

@@ -20,7 +20,8 @@ from train.checkpoints.checkpoint import Checkpoint, CheckpointError
 from train.checkpoints.rank_file import HostCopy
 from train.checkpoints.saver import Saver, make_background
 from train.data.tokenizer import ByteTokenizer
-from train.run import ending, trainer
+from train.loop import trainer
+from train.run import ending
 
 CPU = torch.device("cpu")
 

@@ -17,7 +17,7 @@ from models.hf_config import config_from_hf, config_to_hf
 from tests.sparse import RELEASED, llama_config, record_choices
 from tests.test_sparse import SMALL
 from train.data.batches import sparse_keys
-from train.run.measure import step_flops
+from train.loop.measure import step_flops
 
 TINY = CPMConfig(40, 32, 48, 2, 4, 2, 8, scale_emb=12.0, scale_depth=1.4, sparse=SMALL)
 

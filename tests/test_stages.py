@@ -24,7 +24,7 @@ from train.base.ranks import RankError
 from train.base.signals import StopSignal
 from train.checkpoints import checkpoint
 from train.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
-from train.run.stages import STAGE, parse_run
+from train.loop.stages import STAGE, parse_run
 
 FIRST = {"name": "short", "seq_len": 31, "steps": 3}
 SECOND = {"name": "long", "seq_len": 61, "steps": 2, "rope_theta": 5e4, "sp_size": 1}
@@ -111,7 +111,7 @@ def replaced(monkeypatch) -> Iterator[list[dict[str, str]]]:
     never = SimpleNamespace(received=False)
     monkeypatch.setattr("train.pretrain.StopSignal", lambda *_: never)
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr("train.run.metrics.plot_losses", lambda records, file: None)
+    monkeypatch.setattr("train.loop.metrics.plot_losses", lambda records, file: None)
     monkeypatch.setattr(
         "train.pretrain.replace_process", lambda argv, variables, stop: asked.append(variables)
     )

@@ -12,8 +12,8 @@ from tests.test_export_beside import source, state_of, tokenizer_in  # noqa: F40
 from tests.test_tokenizer import sentencepiece  # noqa: F401
 from train.data.tokenizer import ByteTokenizer, JsonTokenizer, open_tokenizer
 from train.generation.text_rules import TextRules
-from train.run.texts import folder_begin_token, folder_stops, lacking_tokens, run_stops
-from train.run.trained import open_trained
+from train.trained.model import open_trained
+from train.trained.texts import folder_begin_token, folder_stops, lacking_tokens, run_stops
 
 PROMPT = "the <|im_start|>fox<|im_end|> <s>"
 BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": True}

@@ -14,7 +14,7 @@ from models.blocks import Saving
 from models.tiled import run_tiled
 from tests.test_chunks import DENSE, NOPE, build, in_chunks, make_data, on_ranks
 from tests.test_model import SMALL, initialized
-from train.run.config import TrainConfig
+from train.settings.config import TrainConfig
 
 TOKENS = torch.randint(0, 300, (2, 23), generator=torch.Generator().manual_seed(3))
 LIGHTNING = dataclasses.replace(DENSE, mixers=("lightning", "attention", "lightning"))

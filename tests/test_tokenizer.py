@@ -19,8 +19,8 @@ from train.data.tokenizer import (
     open_tokenizer,
     saved_identity,
 )
-from train.run.config import TrainConfig
-from train.run.inputs import open_inputs
+from train.loop.inputs import open_inputs
+from train.settings.config import TrainConfig
 
 SPELLED = ["a </s> b", "</s>", "</s></s>\n<|endoftext|>x", "but <think>, <tool>, <s> and ü", ""]
 

@@ -28,9 +28,9 @@ from train.data.batches import Batches
 from train.data.tokenizer import ByteTokenizer, JsonTokenizer
 from train.export import export_huggingface
 from train.export import main as export_main
-from train.run.config import TrainConfig
 from train.run.distributed import choose_engine
-from train.run.trained import open_trained
+from train.settings.config import TrainConfig
+from train.trained.model import open_trained
 
 
 def evaluating(monkeypatch, during) -> None:
@@ -102,7 +102,7 @@ def test_a_run_that_is_told_to_stop_before_its_first_step_takes_none(settings, t
 
 def test_the_curve_is_drawn_at_each_save(settings, monkeypatch):
     drawn = []
-    monkeypatch.setattr("train.run.metrics.plot_losses", lambda rows, _: drawn.append(len(rows)))
+    monkeypatch.setattr("train.loop.metrics.plot_losses", lambda rows, _: drawn.append(len(rows)))
     assert train(settings, save_every=2)
     assert drawn == [2, 4]
 

@@ -8,9 +8,9 @@ import pytest
 
 from tests.launcher import ROOT
 from tests.test_readme import blocks, commands, run_command
+from train.loop.stages import parse_run
 from train.planning.search import Cluster, as_run, plan
 from train.planning.seconds import GPUS
-from train.run.stages import parse_run
 
 STAGES = ROOT / "examples/stages.toml"
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.runs import read_records, train
 from train.base import ranks
-from train.run.config import TrainConfig
+from train.settings.config import TrainConfig
 
 STAND_IN = """
 import itertools, json

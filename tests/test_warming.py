@@ -20,7 +20,7 @@ from tests.sparse import RELEASED
 from tests.test_model import SMALL
 from train.planning import rehearsal, warming
 from train.planning.rehearsal import Recorder, Rehearsal, make_calls, rehearse
-from train.run.config import TrainConfig
+from train.settings.config import TrainConfig
 
 CPU = torch.device("cpu")
 TYPICAL = Rehearsal(

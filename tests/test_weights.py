@@ -22,7 +22,7 @@ from tests.test_model import SMALL, initialized
 from train.checkpoints.weights import load_weights
 from train.data.tokenizer import open_tokenizer
 from train.engine import Shard
-from train.run.config import TrainConfig
+from train.settings.config import TrainConfig
 
 INDEX = "model.safetensors.index.json"
 LLAMA = dataclasses.replace(

@@ -40,16 +40,16 @@ from train.data.shares import evaluated_folders, validation_folders
 from train.evaluation import tasks
 from train.evaluation.retrieval import SENTENCES
 from train.evaluation.tasks import Grid, Result, Subject, write_report
+from train.loop.building import make_engine, make_groups
+from train.loop.inputs import warn_of_length
 from train.run import ending
-from train.run.building import make_engine, make_groups
-from train.run.checks import check_layers
-from train.run.config import TrainConfig
 from train.run.distributed import init_distributed, shared_options
-from train.run.inputs import warn_of_length
 from train.run.launch import launch
-from train.run.options import SourcesAction, add_options
-from train.run.trained import Trained, open_trained
 from train.run.watchdog import Watchdog
+from train.settings.checks import check_layers
+from train.settings.config import TrainConfig
+from train.settings.options import SourcesAction, add_options
+from train.trained.model import Trained, open_trained
 
 _PROGRAM = "evaluate.py"
 _SHARED = {  # options of pretrain.py that have the same meaning here

@@ -41,11 +41,11 @@ from train.base.folders import write_aside
 from train.checkpoints import checkpoint
 from train.data.hf_tokenizer import save_for_transformers
 from train.data.tokenizer import Tokenizer
-from train.run import resume
-from train.run.carry import Carried, carry_over
-from train.run.kinds import config_of, kind_of
-from train.run.settings import DTYPES
-from train.run.trained import checkpoint_tokenizer
+from train.loop import resume
+from train.settings.kinds import config_of, kind_of
+from train.settings.settings import DTYPES
+from train.trained.carry import Carried, carry_over
+from train.trained.model import checkpoint_tokenizer
 
 
 def export_huggingface(

@@ -44,17 +44,18 @@ from train.data.records import read_text
 from train.data.tokenizer import Tokenizer
 from train.generation.decoding import Choose, Generator, Speed, continue_text, sampler
 from train.generation.text_rules import TextRules
+from train.loop import resume
 from train.registry import load
-from train.run import ending, resume
-from train.run.config import TrainConfig
+from train.run import ending
 from train.run.distributed import choose_device, init_distributed, rank_timeout, shared_options
-from train.run.kinds import ModelConfig, config_of, kind_of
 from train.run.launch import launch
-from train.run.options import add_options
-from train.run.settings import DTYPES
-from train.run.texts import begin_token, folder_stops, lacking_tokens, run_stops
-from train.run.trained import checkpoint_tokenizer, open_trained
 from train.run.watchdog import Watchdog
+from train.settings.config import TrainConfig
+from train.settings.kinds import ModelConfig, config_of, kind_of
+from train.settings.options import add_options
+from train.settings.settings import DTYPES
+from train.trained.model import checkpoint_tokenizer, open_trained
+from train.trained.texts import begin_token, folder_stops, lacking_tokens, run_stops
 
 _PROGRAM = "generate.py"
 _SHOWN = 12  # digits of the prompt's digest that are shown

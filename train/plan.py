@@ -24,8 +24,8 @@ from train.base.command_line import ArgumentParser
 from train.planning.report import Budget, advice, describe, table
 from train.planning.search import Cluster, find_any_longest, plan, recommend
 from train.planning.seconds import GPUS
-from train.run.config import TrainConfig
-from train.run.options import add_options
+from train.settings.config import TrainConfig
+from train.settings.options import add_options
 
 # The options of pretrain.py that matter for a plan. The others of what blocks save are found.
 _OPTIONS = {

@@ -34,18 +34,18 @@ import torch.distributed as dist
 from train.base import ranks
 from train.base.signals import StopSignal
 from train.checkpoints import checkpoint
+from train.loop.stages import Stages, parse_run
+from train.loop.trainer import Trainer
 from train.planning.dry_run import advise, dry_run
 from train.planning.fitting import fit_memory
 from train.planning.warming import warm
 from train.run import ending
-from train.run.config import TrainConfig
 from train.run.distributed import init_distributed
 from train.run.launch import launch
 from train.run.output_folder import check_room
 from train.run.replacement import replace_process
-from train.run.stages import Stages, parse_run
-from train.run.trainer import Trainer
 from train.run.watchdog import Watchdog
+from train.settings.config import TrainConfig
 
 
 def main(argv: Sequence[str]) -> int:

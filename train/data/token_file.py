@@ -2,7 +2,7 @@
 
 tokens.bin      all documents, one after the other, each ended by eos; uint16 or uint32
 documents.bin   the place where each document starts: int64; older folders may lack it
-tokenizer.*     the tokenizer, with its identity (train/run/same_tokenizer.py)
+tokenizer.*     the tokenizer, with its identity (train/data/same_tokenizer.py)
 index.json      counts, dtype, sources, and the sha256 of every other file; written last
 """
 

@@ -10,8 +10,8 @@ import torch
 from bmt_burst import kernels
 from train.base.files import print_error
 from train.checkpoints.checkpoint import CheckpointError
-from train.run.config import TrainConfig
-from train.run.stages import parse_run
+from train.loop.stages import parse_run
+from train.settings.config import TrainConfig
 
 from .report import Budget, advice, describe, explain_chunk, explain_shortage
 from .search import Cluster, Planned, as_run, find_longest, plan, with_options

@@ -9,8 +9,8 @@ import torch
 from bmt_burst.transport.bmtrain import initialized_bmtrain
 from models.config import CPMConfig
 from train.base import ranks
-from train.run.building import Kept
-from train.run.config import TrainConfig
+from train.loop.building import Kept
+from train.settings.config import TrainConfig
 
 from .search import Cluster, as_run, plan
 from .seconds import GIB, H200

@@ -8,7 +8,7 @@ import torch
 
 from bmt_burst.lightning.triton_kernel import longest_piece
 from bmt_burst.transport import LANES
-from train.run.measure import LIGHTNING_BACKWARD, lightning_flops
+from train.loop.measure import LIGHTNING_BACKWARD, lightning_flops
 
 from .attention import AttentionMemory
 

@@ -12,8 +12,8 @@ from bmt_burst.offload import PIECE_BYTES
 from bmt_burst.sequence.layout import count_chunks
 from models.config import LIGHTNING, CPMConfig
 from train.data.batches import choose_micro_batch_size
-from train.run.config import TrainConfig
-from train.run.settings import DTYPES
+from train.settings.config import TrainConfig
+from train.settings.settings import DTYPES
 
 from .attention import (
     AttentionMemory,

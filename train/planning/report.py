@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from train.base.wording import counted, flag
 from train.data.shares import source_words
-from train.run.config import TrainConfig
-from train.run.settings import DTYPES
+from train.settings.config import TrainConfig
+from train.settings.settings import DTYPES
 
 from .search import (
     Planned,

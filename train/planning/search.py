@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from bmt_burst.sequence.layout import count_chunks
 from models.config import CPMConfig
-from train.run.checks import refuses_chunk
-from train.run.config import TrainConfig
-from train.run.kinds import ModelConfig, kind_of
+from train.settings.checks import refuses_chunk
+from train.settings.config import TrainConfig
+from train.settings.kinds import ModelConfig, kind_of
 
 from .memory import Step, plan_step
 from .seconds import GIB, Hardware, StepSeconds, step_seconds, usable_bytes

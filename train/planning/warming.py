@@ -35,10 +35,10 @@ from train.base import ranks
 from train.base.wording import counted
 from train.data.mixture import parts
 from train.data.source import Source, Stored
-from train.run.config import TrainConfig
-from train.run.inputs import Inputs
-from train.run.settings import DTYPES
+from train.loop.inputs import Inputs
 from train.run.watchdog import Watchdog
+from train.settings.config import TrainConfig
+from train.settings.settings import DTYPES
 
 from . import rehearsal as rehearsing
 from .rehearsal import Rehearsal

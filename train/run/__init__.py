@@ -1,1 +1,1 @@
-"""A training run: its configuration, its ranks, its log, and its end."""
+"""The processes of a run: how ranks start, join, replace themselves, and end."""

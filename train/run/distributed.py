@@ -16,9 +16,9 @@ from train.base import ranks
 from train.base.signals import has_launcher
 from train.base.wording import counted, flag
 from train.engine.fp8 import check_device
-from train.run.config import TrainConfig
-from train.run.kinds import PRESETS
 from train.run.replacement import open_store
+from train.settings.config import TrainConfig
+from train.settings.kinds import PRESETS
 
 # Hosts may have paths of their own. check_same_data and check_shared compare what is there.
 _PATHS = {"model", "init_from", "data", "val_data", "output", "resume", "run", "tokenizer", "text"}

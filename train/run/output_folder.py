@@ -15,7 +15,7 @@ from train.base.files import writing
 from train.checkpoints import checkpoint
 from train.checkpoints.rank_file import RankFile
 from train.engine import Engine
-from train.run.config import TrainConfig
+from train.settings.config import TrainConfig
 
 _PATIENCE = 10.0  # seconds until a file that one host wrote must be visible to the others
 _TICK = 0.1

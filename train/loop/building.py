@@ -20,12 +20,12 @@ from train.engine import Engine
 from train.engine.common import AdamW
 from train.engine.fp8 import convert
 from train.registry import load
-from train.run.checks import check_strategy
-from train.run.config import TrainConfig
 from train.run.distributed import rank_timeout
-from train.run.kinds import ModelConfig, kind_of
-from train.run.settings import DTYPES
 from train.run.watchdog import Watchdog
+from train.settings.checks import check_strategy
+from train.settings.config import TrainConfig
+from train.settings.kinds import ModelConfig, kind_of
+from train.settings.settings import DTYPES
 
 
 @dataclass(frozen=True)

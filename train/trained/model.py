@@ -15,14 +15,14 @@ from models.tensor_files import folder_of
 from train.checkpoints import checkpoint
 from train.checkpoints.weights import load_weights, open_weights
 from train.data.folder import Sequences
+from train.data.same_tokenizer import check_folder, check_weights, find_tokenizers
 from train.data.tokenizer import Tokenizer, load_tokenizer, open_tokenizer
 from train.engine import Engine
-from train.run import resume
-from train.run.config import TrainConfig
-from train.run.inputs import check_kernel, check_padding, open_data
-from train.run.kinds import config_of, kind_of
-from train.run.same_tokenizer import check_folder, check_weights, find_tokenizers
-from train.run.texts import begin_token
+from train.loop import resume
+from train.loop.inputs import check_kernel, check_padding, open_data
+from train.settings.config import TrainConfig
+from train.settings.kinds import config_of, kind_of
+from train.trained.texts import begin_token
 
 _FROM_RUN = ("seq_len", "dtype")  # settings that are a run's, unless they are given
 

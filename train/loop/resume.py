@@ -20,10 +20,10 @@ from train.data.shares import show_sources
 from train.data.skips import Skips, parse_range
 from train.data.source import Source
 from train.data.tokenizer import Tokenizer
-from train.run.config import TrainConfig
-from train.run.kinds import ModelConfig, config_of, saved_model
-from train.run.progress import Progress, learning_rate
-from train.run.settings import fields_by_group
+from train.loop.progress import Progress, learning_rate
+from train.settings.config import TrainConfig
+from train.settings.kinds import ModelConfig, config_of, saved_model
+from train.settings.settings import fields_by_group
 
 # settings that do not affect the result
 _TECHNICAL = {

@@ -20,10 +20,8 @@ from train.base.wording import counted, flag
 from train.data.shares import parse_shares, validation_folders
 from train.data.skips import parse_range
 from train.engine.fp8 import MULTIPLE
-from train.run.profiling import parse_steps
-from train.run.settings import Settings
-from train.run.time_limit import check_time_limit
-from train.run.wandb_run import check_project
+from train.settings.settings import Settings
+from train.settings.values import check_project, check_time_limit, parse_steps
 
 _LARGEST = 2**63 - 1
 _LONGEST_TIMEOUT = 1e8  # seconds; longer ones overflow timers

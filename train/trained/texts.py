@@ -18,9 +18,7 @@ from models.json_files import read_json
 from models.tensor_files import folder_of
 from train.base import ranks
 from train.checkpoints import checkpoint
-from train.data.tokenizer import SentencePieceTokenizer, Tokenizer, saved_spec
-from train.run import resume
-from train.run.beside import (
+from train.checkpoints.beside import (
     ADDED,
     GENERATION,
     SPECIAL,
@@ -30,7 +28,9 @@ from train.run.beside import (
     ids,
     token_name,
 )
-from train.run.config import TrainConfig
+from train.data.tokenizer import SentencePieceTokenizer, Tokenizer, saved_spec
+from train.loop import resume
+from train.settings.config import TrainConfig
 
 _BEGINNING = ("Llama", "CodeLlama", "Gemma", "Cohere")  # their tokenizer classes put a begin token
 

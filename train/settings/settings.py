@@ -17,8 +17,8 @@ from models.blocks import CHECKPOINTING, Saving
 from models.huggingface import CONFIG
 from models.tensor_files import is_file
 from train.evaluation.tasks import parse_tasks
-from train.run.kinds import DEFAULT_MODEL, PRESETS
-from train.run.profiling import parse_steps
+from train.settings.kinds import DEFAULT_MODEL, PRESETS
+from train.settings.values import parse_steps
 
 SCHEDULES = ("wsd", "cosine", "linear")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

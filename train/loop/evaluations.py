@@ -14,11 +14,11 @@ from train.data.folder import Sequences
 from train.data.shares import show_sources
 from train.engine import Engine
 from train.evaluation.tasks import METRICS, Grid, Subject, check_tasks, evaluate
-from train.run.config import TrainConfig
-from train.run.inputs import Inputs
-from train.run.measure import measure_losses
-from train.run.metrics import Metrics, NoMetrics
-from train.run.progress import is_due
+from train.loop.inputs import Inputs
+from train.loop.measure import measure_losses
+from train.loop.metrics import Metrics, NoMetrics
+from train.loop.progress import is_due
+from train.settings.config import TrainConfig
 
 
 class EvaluationStopped(Exception):

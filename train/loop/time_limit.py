@@ -8,43 +8,17 @@ from __future__ import annotations
 
 import math
 import os
-import re
-import sys
 import time
 from collections import deque
 from pathlib import Path
 
 from train.base.signals import has_agent, has_launcher
+from train.settings.values import parse_duration
 
-_FORMS = (
-    r"(?P<h>\d+):(?P<m>[0-5]?\d)(:(?P<s>[0-5]?\d))?",
-    r"(?P<d>\d+)-(?P<h>\d+)(:(?P<m>[0-5]?\d)(:(?P<s>[0-5]?\d))?)?",
-)
-_SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 _KEPT = 16  # steps and saves of which the longest counts
 _STEPS = 2  # the rest of one, and another one, until the ranks decide again
 _SLOWER = 1.25  # the next save, relative to the longest one
 _LEAVING = 5.0  # seconds in which the ranks leave each other and their processes end
-
-
-def parse_duration(text: str) -> float:
-    """Return the seconds of --time-limit. Raises ValueError for any other form."""
-    match = next(filter(None, (re.fullmatch(form, text) for form in _FORMS)), None)
-    parts = match.groupdict(default="0") if match else {}
-    seconds = sum(_SECONDS[unit] * int(count) for unit, count in parts.items())
-    if not seconds:
-        raise ValueError(
-            "--time-limit must be hours and minutes as in 12:00, or HH:MM:SS, D-HH, D-HH:MM or "
-            f"D-HH:MM:SS, and more than 0, got {text!r}"
-        )
-    return float(seconds)
-
-
-def check_time_limit(text: str) -> None:
-    """Raise ValueError for a --time-limit that is no duration, or on another system than Linux."""
-    parse_duration(text)
-    if sys.platform != "linux":
-        raise ValueError("--time-limit needs Linux, which says when a process was started")
 
 
 def running_time() -> float:

@@ -12,17 +12,17 @@ from bmt_burst.sequence.layout import count_chunks
 from train.base import ranks
 from train.base.wording import counted
 from train.checkpoints import checkpoint
+from train.checkpoints.beside import read_beside
 from train.checkpoints.weights import load_weights
 from train.data.batches import Dealer
+from train.data.same_tokenizer import check_folder, check_weights
 from train.data.skips import Skips
 from train.engine import Engine
-from train.run import resume
-from train.run.beside import read_beside
-from train.run.config import TrainConfig
-from train.run.inputs import Inputs
-from train.run.kinds import ModelConfig
-from train.run.progress import Progress
-from train.run.same_tokenizer import check_folder, check_weights
+from train.loop import resume
+from train.loop.inputs import Inputs
+from train.loop.progress import Progress
+from train.settings.config import TrainConfig
+from train.settings.kinds import ModelConfig
 
 
 @dataclass(frozen=True)

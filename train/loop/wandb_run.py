@@ -15,18 +15,6 @@ from typing import Any
 
 from train.base.files import writing
 
-_LONGEST_NAME = 128
-_FORBIDDEN = "/\\#?%:"
-
-
-def check_project(name: str) -> None:
-    """Raise ValueError for a name that wandb refuses."""
-    if len(name) > _LONGEST_NAME or not set(name).isdisjoint(_FORBIDDEN):
-        raise ValueError(
-            f"--wandb must be a project's name of at most {_LONGEST_NAME} characters without "
-            f"{' '.join(_FORBIDDEN)}, got {name!r}"
-        )
-
 
 def check_installed(project: str | None) -> None:
     """Raise ValueError if a project is given, and wandb is not installed."""

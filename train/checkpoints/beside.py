@@ -15,9 +15,9 @@ from typing import Any
 from models.huggingface import read_config
 from models.json_files import read_json
 from train.base import ranks
+from train.data.same_tokenizer import extends, find_tokenizers
 from train.data.tokenizer import Tokenizer
 from train.registry import KINDS, Kind
-from train.run.same_tokenizer import extends, find_tokenizers
 
 GENERATION, TOKENIZER, SPECIAL = (
     "generation_config.json",

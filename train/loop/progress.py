@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from train.base.wording import counted
 from train.engine import Engine
-from train.run.settings import Settings
+from train.settings.settings import Settings
 
 _CALMER = (
     "give a smaller --lr than {:g}; if the last good checkpoint still explodes, resume from an "

@@ -23,15 +23,15 @@ from train.base import ranks
 from train.base.wording import counted, flag
 from train.checkpoints import checkpoint
 from train.data.batches import choose_micro_batch_size
-from train.run.building import check_world
-from train.run.config import TrainConfig
+from train.data.same_tokenizer import check_folder
+from train.loop.building import check_world
+from train.loop.inputs import Inputs, check_same_data, keep_documents_apart, open_inputs
+from train.loop.resume import changed_settings
+from train.loop.wandb_run import check_installed
 from train.run.distributed import choose_engine, shared_options
-from train.run.inputs import Inputs, check_same_data, keep_documents_apart, open_inputs
-from train.run.options import make_config, parse_options, read_file, read_values
 from train.run.replacement import agree_on_store
-from train.run.resume import changed_settings
-from train.run.same_tokenizer import check_folder
-from train.run.wandb_run import check_installed
+from train.settings.config import TrainConfig
+from train.settings.options import make_config, parse_options, read_file, read_values
 
 STAGE = "BMT_BURST_STAGE"  # environment variable of a replaced process: the number of its stage
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")

@@ -11,22 +11,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from train.base import ranks
-from train.base.wording import parse_pair
 
 _ROWS = 12  # operators in the table
 _WIDTH = 60  # characters of a name
-
-
-def parse_steps(text: str, steps: int) -> range:
-    """Return the steps of FIRST:LAST. Raises ValueError unless a run of `steps` steps has them."""
-    if (found := parse_pair(text)) is None:
-        raise ValueError(f"--profile must be FIRST:LAST, two steps as in 5:7, got {text!r}")
-    first, last = found
-    if not 1 <= first <= last <= steps:
-        raise ValueError(
-            f"--profile {text} must name steps from 1 to --steps {steps}, the first one first"
-        )
-    return range(first, last + 1)
 
 
 class Profiler:

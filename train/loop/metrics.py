@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from train.base.files import print_error, printing, writing
 from train.base.wording import counted
-from train.run.wandb_run import WandbRun
+from train.loop.wandb_run import WandbRun
 
 _WINDOW = 64  # records with which a loss is compared
 _SHOWN: dict[str, Callable[[float], str]] = {

@@ -18,17 +18,17 @@ from models.mixers import find_lightning_flash
 from train.base import ranks
 from train.base.wording import counted, flag
 from train.data.mixture import Mixture, parts
+from train.data.same_tokenizer import check_folder
 from train.data.shares import parse_shares, validation_folders
 from train.data.source import Source, Stored
 from train.data.stream import Stream
 from train.data.stream_files import StreamFiles, is_stream
 from train.data.tokenizer import Tokenizer, load_tokenizer
+from train.loop import resume
 from train.registry import KINDS, Kind, load
-from train.run import resume
-from train.run.config import TrainConfig
-from train.run.kinds import ModelConfig, kind_of
-from train.run.same_tokenizer import check_folder
-from train.run.settings import DTYPES
+from train.settings.config import TrainConfig
+from train.settings.kinds import ModelConfig, kind_of
+from train.settings.settings import DTYPES
 
 _MOST_PADDING, _MUCH_PADDING = 0.5, 0.1  # share of padding that is refused, and reported
 

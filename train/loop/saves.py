@@ -8,8 +8,8 @@ from typing import Any
 from train.base.signals import StopSignal
 from train.checkpoints.saver import Saver
 from train.engine import Engine, Shard
-from train.run.metrics import Metrics, NoMetrics
-from train.run.time_limit import TimeLimit
+from train.loop.metrics import Metrics, NoMetrics
+from train.loop.time_limit import TimeLimit
 from train.run.watchdog import Watchdog
 
 

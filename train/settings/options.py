@@ -14,8 +14,8 @@ from typing import Any
 from train.base.command_line import ArgumentParser
 from train.base.wording import flag
 from train.data.shares import parse_sources
-from train.run.config import TrainConfig
-from train.run.settings import fields_by_group
+from train.settings.config import TrainConfig
+from train.settings.settings import fields_by_group
 
 _SOURCES = str | dict  # a path, or texts by name
 _KINDS = {

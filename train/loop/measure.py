@@ -21,9 +21,9 @@ from models.cpm_live.config import LiveConfig
 from train.data.batches import Dealer, Work
 from train.data.source import Stored
 from train.engine import Engine
-from train.run.config import TrainConfig
-from train.run.kinds import ModelConfig
-from train.run.settings import DTYPES
+from train.settings.config import TrainConfig
+from train.settings.kinds import ModelConfig
+from train.settings.settings import DTYPES
 
 # Dense 16-bit TFLOP/s from the vendors' datasheets. The first entry is used that has all of its
 # words in the device's name.

@@ -10,8 +10,8 @@ from typing import Any
 
 from models.hf_families import FAMILIES
 from models.tensor_files import is_file
+from train.checkpoints.beside import GENERATION, SPECIAL, TOKENIZER, ids, is_template, token_name
 from train.data.tokenizer import Tokenizer
-from train.run.beside import GENERATION, SPECIAL, TOKENIZER, ids, is_template, token_name
 
 _NAMES = tuple(f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _ENDS = ("eos_token_id", "pad_token_id")

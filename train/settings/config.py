@@ -16,8 +16,8 @@ from train.base.wording import flag
 from train.checkpoints import checkpoint
 from train.engine.fp8 import check_model
 from train.registry import KINDS, Kind
-from train.run.checks import check_layers, check_settings
-from train.run.kinds import (
+from train.settings.checks import check_layers, check_settings
+from train.settings.kinds import (
     DEFAULT_MODEL,
     PRESETS,
     ModelConfig,
@@ -27,7 +27,7 @@ from train.run.kinds import (
     read_model,
     saved_model,
 )
-from train.run.settings import Settings
+from train.settings.settings import Settings
 
 _INSTEAD = ("rope_theta", "rope_scaling", "sparse", "window")  # options that replace the model's
 

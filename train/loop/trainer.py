@@ -15,22 +15,22 @@ from train.base.signals import StopSignal
 from train.checkpoints.checkpoint import TOKENIZER
 from train.data.batches import Dealer, Work
 from train.data.mixture import epochs, source_names, starting_over
+from train.loop import resume
+from train.loop.building import Kept, make_engine, make_groups, make_saver
+from train.loop.evaluations import Evaluations, EvaluationStopped
+from train.loop.inputs import check_same_data, keep_documents_apart, open_inputs
+from train.loop.measure import Clock, LossSums, StepWork, count_work, mean_losses, measure_speed
+from train.loop.metrics import Metrics, NoMetrics
+from train.loop.profiling import Profiler
+from train.loop.progress import is_due, learning_rate, optimize
+from train.loop.saves import Saves, Stopping
+from train.loop.state import begin, describe_identity, describe_run, make_state
+from train.loop.time_limit import TimeLimit
+from train.loop.wandb_run import WandbRun, check_installed
 from train.registry import load
-from train.run import resume
-from train.run.building import Kept, make_engine, make_groups, make_saver
-from train.run.config import TrainConfig
-from train.run.evaluations import Evaluations, EvaluationStopped
-from train.run.inputs import check_same_data, keep_documents_apart, open_inputs
-from train.run.measure import Clock, LossSums, StepWork, count_work, mean_losses, measure_speed
-from train.run.metrics import Metrics, NoMetrics
 from train.run.output_folder import check_shared
-from train.run.profiling import Profiler
-from train.run.progress import is_due, learning_rate, optimize
-from train.run.saves import Saves, Stopping
-from train.run.state import begin, describe_identity, describe_run, make_state
-from train.run.time_limit import TimeLimit
-from train.run.wandb_run import WandbRun, check_installed
 from train.run.watchdog import Watchdog
+from train.settings.config import TrainConfig
 
 
 class Trainer:

@@ -1,0 +1,1 @@
+"""The training loop of a rank: steps, and the evaluations, saves and records between them."""

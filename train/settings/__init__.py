@@ -1,0 +1,1 @@
+"""The settings of a run, their checks, and the model that they name."""
