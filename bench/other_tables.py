@@ -265,7 +265,7 @@ def folds_table(rows: list[Row]) -> str:
         "s/step": "step_s",
         "tokens/s of completions": lambda row: round(row["completion_tokens_per_s"]),
         "GiB": lambda row: or_dash(row["peak_gib"]),
-        "largest difference of a log-probability": "logprob_difference",
+        "error of log-probabilities": lambda row: or_dash(row.get("logprob_error")),
         "of the gradient's norm": "norm_difference",
     }
     return list_rows(rows, "folds", columns)
