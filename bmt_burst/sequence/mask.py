@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..base.arguments import as_bool, as_int
+from ..base.arguments import as_bool, as_int, check_iterable
 from .span import Span, hull, length, merged, overlap, shifted
 from .tile import flipped
 from .trees import Depths, cut_at_depths, join_depths, read_tree
@@ -196,10 +196,11 @@ class Mask:
         depths: list[tuple[int, int]] = []
         if not masks:
             raise ValueError("expected at least one mask to stack, got none")
+        if wrong := [x for x in masks if not isinstance(x, Mask)]:
+            raise TypeError(f"expected Masks to stack, got {type(wrong[0]).__name__}")
+        have_depths = any(mask.depths for mask in masks)
         for mask in masks:
-            if not isinstance(mask, Mask):
-                raise TypeError(f"expected Masks to stack, got {type(mask).__name__}")
-            if any(isinstance(other, Mask) and other.depths for other in masks):
+            if have_depths:
                 depths += [(start + at, depth) for at, depth in mask.find_depths()]
             by = start - kv_start
             slices += [
@@ -520,11 +521,7 @@ def _read_numbers(name: str, cu_seqlens: Sequence[int] | Tensor) -> list[int]:
                 f"got {cu_seqlens.device}: make it there, or pass {name}.tolist()"
             )
         cu_seqlens = cu_seqlens.tolist()
-    if isinstance(cu_seqlens, str | bytes) or not hasattr(cu_seqlens, "__iter__"):
-        raise TypeError(
-            f"{name} must be a sequence of whole numbers, got {type(cu_seqlens).__name__}"
-        )
-    bounds = [as_int(name, x) for x in cu_seqlens]
+    bounds = [as_int(name, x) for x in check_iterable(name, cu_seqlens)]
     if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] == 0:
         got = ", ".join(map(str, bounds[:4])) + ", ..." * (len(bounds) > 4)
         raise ValueError(f"{name} must be (0, ..., tokens) with at least one token, got ({got})")
