@@ -170,8 +170,8 @@ class Problem:
     @functools.cached_property
     def most_keys(self) -> int:
         """The number of keys of the longest shard."""
-        layout = self.kv_layout
-        return self.most_queries if layout is None else max(map(layout.length, range(layout.size)))
+        layout = self.kv_layout or self.layout
+        return max(map(layout.length, range(layout.size)))
 
 
 class Plan(ABC):
