@@ -90,8 +90,7 @@ class SoftmaxAttention:
             checked["window"] = as_count("window", self.window)
             if self.extension is not None:
                 raise ValueError(f"expected a window or {self.extension.name}, got both")
-        for name, value in checked.items():
-            object.__setattr__(self, name, value)
+        vars(self).update(checked)
 
     def attend(self, part: WholeSequence, q: Tensor, k: Tensor, v: Tensor, *tensors: Any) -> Tensor:
         """Return the attention of a whole sequence: (B, S_local, H, D of v)."""

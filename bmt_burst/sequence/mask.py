@@ -2,10 +2,8 @@
 
 A mask is data. It consists of disjoint slices. Each slice is a rectangle of positions in which a
 band along the diagonal is visible. Queries and keys may be two sequences of different lengths.
-Positions of each start at 0.
-
-To add a kind of mask, write a method that makes slices. Nothing else knows kinds. Planning takes
-longer with each slice.
+Positions of each start at 0. Planning takes longer with each slice. Nothing else knows kinds of
+masks.
 
 Try `print(Mask.documents((0, 9, 30, 64)))`.
 """
@@ -101,9 +99,7 @@ class Mask:
         n, m = _lengths(self.seq_len, self.kv_len)
         slices = sorted((_check_slice(s, n, m) for s in self.slices), key=_start)
         _check_disjoint(slices)
-        found = {"seq_len": n, "kv_len": m, "slices": tuple(s for s in slices if s.area)}
-        for name, value in found.items():
-            object.__setattr__(self, name, value)
+        vars(self).update(seq_len=n, kv_len=m, slices=tuple(s for s in slices if s.area))
 
     @staticmethod
     def causal(seq_len: int, kv_len: int | None = None) -> Mask:
@@ -435,11 +431,8 @@ def _mask(
     seq_len: int, slices: Sequence[Slice], kv_len: int | None = None, depths: Depths | None = None
 ) -> Mask:
     """Make a mask of slices that are known to be valid and in order."""
-    mask = object.__new__(Mask)
-    object.__setattr__(mask, "seq_len", seq_len)
-    object.__setattr__(mask, "slices", tuple(slices))
-    object.__setattr__(mask, "kv_len", seq_len if kv_len is None else kv_len)
-    object.__setattr__(mask, "depths", depths)
+    mask, kv_len = object.__new__(Mask), seq_len if kv_len is None else kv_len
+    vars(mask).update(seq_len=seq_len, slices=tuple(slices), kv_len=kv_len, depths=depths)
     return mask
 
 
