@@ -114,7 +114,9 @@ class SelfAttention(SequenceParallelModule):
 
     @functools.partial(
         refuse_wrong_arguments,
-        refuse=lambda error, _, args, named: args[0]._refuse(error, named.get("cache")),
+        refuse=lambda error, _, args, named: args[0]._refuse(
+            error, named.get("cache"), named.get("mask")
+        ),
     )
     def forward(
         self,
@@ -137,7 +139,7 @@ class SelfAttention(SequenceParallelModule):
             self._check_inputs(x, cos, sin)
             q, k, v, choose_by = self.project_all(x, cos, sin)
         except _WRONG_INPUTS as error:
-            self._refuse(error, cache)
+            self._refuse(error, cache, mask)
         attended = self.attend(q, k, v, find_part(self.sp, cache, mask, layout), choose_by)
         return self.o_proj(self.gate_heads(attended, x))
 
@@ -168,14 +170,8 @@ class SelfAttention(SequenceParallelModule):
         """Return the tensors that the kind takes besides q, k and v."""
         return ()
 
-    def _refuse(self, error: Exception, part: Part | None = None) -> NoReturn:
-        """Raise `error` instead of a call. The other ranks raise RanksDisagree, or in the middle of
-        new tokens RankFailed.
-        """
-        doing = f"a call of {type(self).__name__}"
-        if isinstance(part, Cache):
-            part._refuse(error, doing)
-        refuse(self.sp.rings, doing, error)
+    def _refuse(self, error: Exception, *parts: Any) -> NoReturn:
+        _refuse_call(error, self.sp, parts, f"a call of {type(self).__name__}")
 
     def _check_inputs(self, x: Tensor, cos: Tensor | None, sin: Tensor | None) -> None:
         tables = (("cos", cos), ("sin", sin)) if self.rotary else ()
@@ -264,7 +260,21 @@ def find_part(
         _check_ranks(sp, mask)
         return mask
     except (TypeError, ValueError) as error:
-        refuse(sp.rings, CALL, error)
+        _refuse_call(error, sp, (cache, mask), CALL)
+
+
+def _refuse_call(
+    error: Exception, sp: SequenceParallel, parts: Sequence[Any], doing: str
+) -> NoReturn:
+    """Raise `error` instead of a call over the ranks of the first of `parts` that `sp` fits, or of
+    `sp`. The others raise RanksDisagree, or in the middle of new tokens RankFailed.
+    """
+    for part in parts:
+        if hasattr(part, "sp") and sp.size in (1, part.sp.size):
+            if isinstance(part, Cache):
+                part._refuse(error, doing)
+            refuse(part.sp.rings, doing, error)
+    refuse(sp.rings, doing, error)
 
 
 def _check_cache(sp: SequenceParallel, cache: Any, mask: Any, layout: Any) -> None:
