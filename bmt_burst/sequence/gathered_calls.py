@@ -76,8 +76,8 @@ def kernel_calls(
             rows, q_places = _gather_spans([q for q, _ in group], most_gaps)
             columns, kv_places = _gather_spans([kv for _, kv in group], most_gaps)
             places = tuple(zip(q_places, kv_places, strict=True))
-            tokens = (sum(map(length, spans)) for spans in (rows, columns))
-            calls.append(GatheredCall(rows, columns, KernelCall(*tokens, places, *band), label))
+            sizes = sum(map(length, rows)), sum(map(length, columns))
+            calls.append(GatheredCall(rows, columns, KernelCall(*sizes, places, *band), label))
     return calls
 
 
