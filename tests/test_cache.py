@@ -512,7 +512,7 @@ def test_wrong_arguments_are_refused():
 def test_tensors_without_rows_or_heads_are_refused():
     x, cache = torch.randn(1, 1, 2, 8), Cache(None, 1, 10)
     for q, k in ((x[:0], x[:0]), (x, x[:, :, :0])):
-        with pytest.raises(ValueError, match=r"heads, head size.* each above 0"):
+        with pytest.raises(ValueError, match="heads and head size above 0"):
             cache.attend(0, q, k, k)
     assert cache.length == 0
 

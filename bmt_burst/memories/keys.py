@@ -158,7 +158,7 @@ class KeyMemory(Memory):
         sinks, *others = tensors or (None,)
         self.add(new, k, v)
         parts = self._attend_part(new, q, k, *others)
-        out, lse = new.merge(parts, q, k, v, q.dtype if sinks is None else None)
+        out, lse = new.merge(parts, q, q.dtype if sinks is None else None)
         if sinks is not None:
             out = decoded_with_sinks(out, lse.transpose(1, 2), sinks).to(q.dtype)
         return out
