@@ -529,8 +529,8 @@ def test_a_layer_chooses_by_queries_and_keys_before_rotation():
     layer = BurstAttention(32, 4, 2, 8, qk_norm_eps=1e-6, sparse=BY_OTHERS).double()
     torch.nn.init.normal_(layer.q_norm.weight)
     x, (cos, sin) = torch.randn(1, 70, 32, dtype=torch.float64), rope_tables(torch.arange(70), 8)
-    q, k, v = (t[0] for t in layer.project(x, cos, sin))
-    plain = [t[0] for t in layer.project(x, torch.ones_like(cos), torch.zeros_like(sin))]
+    q, k, v = (t[0] for t in layer.project_all(x, cos, sin)[:3])
+    plain = [t[0] for t in layer.project_all(x, torch.ones_like(cos), torch.zeros_like(sin))[:3]]
     exact, _ = oracle(q, k, v, (0, 70), SMALL, choose_by=plain[:2])
     by_rotated, _ = oracle(q, k, v, (0, 70), SMALL)
     assert not torch.allclose(exact, by_rotated)
@@ -540,7 +540,7 @@ def test_a_layer_chooses_by_queries_and_keys_before_rotation():
         in_pieces(layer, x, cos, sin, Cache(None, 1, 70)),
     ):
         assert (found[0] - exact).abs().max() < EXACT
-    q, k, v = layer.project(x, cos, sin)
+    q, k, v = layer.project_all(x, cos, sin)[:3]
     chunks = Chunks(Mask.causal(70), 70, 1).forward(last=True)
     for part in (Cache(None, 1, 70), next(chunks)):
         for given, message in (

@@ -113,9 +113,7 @@ class NewTokens:
             starts = torch.searchsorted(self.positions.on_host, hidden, right=True).tolist()
         return [[start, stop] for start, stop in zip(starts, self.stops, strict=True)]
 
-    def merge(
-        self, parts: Partials, q: Tensor, dtype: torch.dtype | None
-    ) -> tuple[Tensor, Tensor]:
+    def merge(self, parts: Partials, q: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
         """Merge all ranks' partial results in rank order. Return out (B, S, H, D), by default in
         the accumulator's dtype, and lse (B, S, H).
         """

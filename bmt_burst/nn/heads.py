@@ -19,7 +19,6 @@ from ..fused import functions
 from ..fused.functions import RMSNorm
 from ..memories.protocol import Kind, Part
 from ..parts.cache import Cache
-from ..parts.chunks import Chunk
 from ..ranks.agreement import refuse
 from ..ranks.sequence_parallel import SequenceParallel, WholeSequence, check_sp
 from ..sequence.rows import Layouts, Masks
@@ -190,14 +189,10 @@ class SelfAttention(SequenceParallelModule):
                     f"positions of x, got shape {tuple(given.shape)}"
                 )
 
-    def project(
-        self, x: Tensor, cos: Tensor | None = None, sin: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q (B, S, H, D) and k (B, S, G, D), as the layer attends with them, and v."""
-        return self.project_all(x, cos, sin)[:3]
-
     def project_all(self, x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Heads:
-        """Return what `project` does, and the `choose_by` of `attend`."""
+        """Return q (B, S, H, D) and k (B, S, G, D), as the layer attends with them, v, and the
+        `choose_by` of `attend`.
+        """
         return self.rotate_heads(self.q_proj(x), self.k_proj(x), self.v_proj(x), cos, sin)
 
     def rotate_heads(
@@ -249,16 +244,17 @@ def find_part(
     model's, TypeError for another object.
     """
     try:
-        if cache is not None:
-            _check_cache(sp, cache, mask, layout)
-            return cache
-        if not isinstance(mask, WholeSequence):
+        if cache is None and isinstance(mask, WholeSequence):
+            cache, mask = mask, None
+        if cache is None:
             layout = sp.layout if layout is None else layout
             return WholeSequence.local(mask, layout, causal=mask is None).on(sp)
-        if layout is not None:
-            raise ValueError("expected mask=sequence alone, got a layout too: it has its own")
-        _check_ranks(sp, mask)
-        return mask
+        _check_cache(sp, cache)
+        if mask is not None or layout is not None:
+            raise ValueError(
+                f"expected a {type(cache).__name__} or a mask and layout, got both: it has its own"
+            )
+        return cache
     except (TypeError, ValueError) as error:
         _refuse_call(error, sp, (cache, mask), CALL)
 
@@ -277,26 +273,16 @@ def _refuse_call(
     refuse(sp.rings, doing, error)
 
 
-def _check_cache(sp: SequenceParallel, cache: Any, mask: Any, layout: Any) -> None:
+def _check_cache(sp: SequenceParallel, cache: Any) -> None:
+    """Raise TypeError unless this is a part, ValueError unless it is one of the ranks of `sp`."""
     if not all(hasattr(cache, name) for name in ("mix", "select", "longest", "saves_graph")):
         raise TypeError(
             "cache must be a chunk of bmt_burst.Chunks or a bmt_burst.Cache, got "
             f"{type(cache).__name__}: bmt_burst.Cache(None, layers, limit) is one of this process "
             "alone"
         )
-    if mask is not None or layout is not None:
-        name = {Chunk: "chunk", WholeSequence: "sequence"}.get(type(cache), "Cache")
-        raise ValueError(f"expected a {name} or a mask and layout, got both: it has its own")
-    _check_ranks(sp, cache)
-
-
-def _check_ranks(sp: SequenceParallel, part: Part) -> None:
-    if sp.size in (1, part.sp.size):
-        return
-    kind, instead = {
-        WholeSequence: ("a sequence", "make it by sp.sequence"),
-        Cache: ("Cache", "pass sp to Cache"),
-    }.get(type(part), ("Chunks", "pass sp to Chunks"))
-    raise ValueError(
-        f"expected {kind} of this model's {sp.size} ranks, got {kind} of {part.sp.size}: {instead}"
-    )
+    if sp.size not in (1, cache.sp.size):
+        raise ValueError(
+            f"expected a {type(cache).__name__} of this model's {sp.size} ranks, got one of "
+            f"{cache.sp.size}: make it with the sp of the model"
+        )
