@@ -56,7 +56,7 @@ def our_norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def our_rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    return functions.rotate(q, cos, sin), functions.rotate(k, cos, sin)
+    return functions.apply_rope(q, cos, sin), functions.apply_rope(k, cos, sin)
 
 
 def our_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:

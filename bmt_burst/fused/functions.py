@@ -15,8 +15,10 @@ from ..base.autograd import check_first_derivative
 from . import find_passes, torch_passes
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs of x, see `torch_passes.rotate`."""
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the pairs (x_j, x_{j + D/2}) of x (B, S, H, D) by `rope_tables`, in fp32 or fp64.
+    Return x's dtype.
+    """
     fits = x.shape[-1] % 2 == 0 and not cos.requires_grad and not sin.requires_grad
     if torch.compiler.is_compiling() or x.is_cpu or not fits:
         return torch_passes.rotate(x, cos, sin)

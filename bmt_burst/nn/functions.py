@@ -1,6 +1,6 @@
-"""Rotary embedding by explicit positions, and SwiGLU.
+"""Tables of rotary positions, and SwiGLU.
 
-Letters: B batch, S tokens of this rank, H heads, D head size.
+Letters: B batch, S tokens of this rank, D head size.
 """
 
 from __future__ import annotations
@@ -37,13 +37,6 @@ def rotations(positions: Tensor, frequencies: Tensor, scale: float = 1.0) -> tup
     """
     phases = positions.double().unsqueeze(-1) * frequencies.unsqueeze(-2)
     return (phases.cos() * scale).float(), (phases.sin() * scale).float()
-
-
-def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (x_j, x_{j + D/2}) of x (B, S, H, D) by `rope_tables`, in fp32 or fp64.
-    Return x's dtype.
-    """
-    return functions.rotate(x, cos, sin)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:

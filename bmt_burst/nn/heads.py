@@ -16,13 +16,12 @@ from ..base.arguments import as_bool, as_int, as_positive
 from ..base.compiled import not_compiled
 from ..calls.refusal import CALL, refuse_wrong_arguments
 from ..fused import functions
-from ..fused.functions import RMSNorm
+from ..fused.functions import RMSNorm, apply_rope
 from ..memories.protocol import Kind, Part
 from ..parts.cache import Cache
 from ..ranks.agreement import refuse
 from ..ranks.sequence_parallel import SequenceParallel, WholeSequence, check_sp
 from ..sequence.rows import Layouts, Masks
-from .functions import apply_rope
 
 # Errors of wrong inputs. Not Exception: checkpointing stops a recomputation with one.
 _WRONG_INPUTS = (TypeError, ValueError, AttributeError, IndexError, RuntimeError)
