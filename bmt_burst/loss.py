@@ -225,7 +225,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _make_gradients(
     hidden: Tensor, weights: Sequence[Tensor], wanted: bool, of_weights: Sequence[bool]
 ) -> tuple[Tensor | None, list[Tensor | None]]:
-    """Return memory for the gradients that are wanted: of hidden, and 0 of each weight, in fp32 (fp64).
+    """Return memory for the gradients that are wanted: that of hidden, and zeros in fp32 (fp64) for
+    each weight.
     """
     wide = accumulator_dtype(hidden.dtype)
     pairs = zip(weights, of_weights, strict=True)
