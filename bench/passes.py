@@ -92,7 +92,7 @@ class Liger:
 
 OURS: dict[str, Pass] = {
     "RMSNorm": our_norm,
-    "SwiGLU": functions.gate,
+    "SwiGLU": functions.swiglu,
     "rotary positions": our_rotate,
     "head and loss": our_loss,
 }

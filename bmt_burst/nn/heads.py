@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from ..base.arguments import as_bool, as_int, as_positive
 from ..base.compiled import not_compiled
 from ..calls.refusal import CALL, refuse_wrong_arguments
-from ..fused import functions
-from ..fused.functions import RMSNorm, apply_rope
+from ..fused.functions import RMSNorm, apply_gate, apply_rope
 from ..memories.protocol import Kind, Part
 from ..parts.cache import Cache
 from ..ranks.agreement import refuse
@@ -217,7 +216,7 @@ class SelfAttention(SequenceParallelModule):
         """
         if self.o_norm is not None:
             attended = self.o_norm(attended)
-        return attended if self.gate is None else functions.gate(self.gate(x), attended, silu=False)
+        return attended if self.gate is None else apply_gate(self.gate(x), attended, silu=False)
 
 
 def _make_norm(name: str, width: int, eps: float | None) -> RMSNorm | None:
