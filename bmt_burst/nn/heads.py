@@ -242,17 +242,15 @@ def find_part(
     model's, TypeError for another object.
     """
     try:
-        if cache is None and isinstance(mask, WholeSequence):
-            cache, mask = mask, None
-        if cache is None:
+        if cache is None and not isinstance(mask, WholeSequence):
             layout = sp.layout if layout is None else layout
             return WholeSequence.local(mask, layout, causal=mask is None).on(sp)
-        _check_cache(sp, cache)
-        if mask is not None or layout is not None:
+        part = _check_part(sp, mask if cache is None else cache)
+        if layout is not None or (mask is not None and mask is not part):
             raise ValueError(
-                f"expected a {type(cache).__name__} or a mask and layout, got both: it has its own"
+                f"expected a {type(part).__name__} or a mask and layout, got both: it has its own"
             )
-        return cache
+        return part
     except (TypeError, ValueError) as error:
         _refuse_call(error, sp, (cache, mask), CALL)
 
@@ -271,8 +269,8 @@ def _refuse_call(
     refuse(sp.rings, doing, error)
 
 
-def _check_cache(sp: SequenceParallel, cache: Any) -> None:
-    """Raise TypeError unless this is a part, ValueError unless it is one of the ranks of `sp`."""
+def _check_part(sp: SequenceParallel, cache: Any) -> Part:
+    """Return the part. Raises TypeError for another object, ValueError for other ranks than `sp`'s."""
     if not all(hasattr(cache, name) for name in ("mix", "select", "longest", "saves_graph")):
         raise TypeError(
             "cache must be a chunk of bmt_burst.Chunks or a bmt_burst.Cache, got "
@@ -284,3 +282,5 @@ def _check_cache(sp: SequenceParallel, cache: Any) -> None:
             f"expected a {type(cache).__name__} of this model's {sp.size} ranks, got one of "
             f"{cache.sp.size}: make it with the sp of the model"
         )
+    found: Part = cache
+    return found
