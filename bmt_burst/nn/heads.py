@@ -270,7 +270,7 @@ def _refuse_call(
 
 
 def _check_part(sp: SequenceParallel, cache: Any) -> Part:
-    """Return the part. Raises TypeError for another object, ValueError for other ranks than `sp`'s."""
+    """Return the part. Raises TypeError for another object, ValueError for one of other ranks."""
     if not all(hasattr(cache, name) for name in ("mix", "select", "longest", "saves_graph")):
         raise TypeError(
             "cache must be a chunk of bmt_burst.Chunks or a bmt_burst.Cache, got "
