@@ -39,6 +39,7 @@ from models.huggingface import fold_scalings, round_weight, save_weights
 from train.base.command_line import ArgumentParser
 from train.base.folders import write_aside
 from train.checkpoints import checkpoint
+from train.checkpoints.beside import listed
 from train.data.hf_tokenizer import save_for_transformers
 from train.data.tokenizer import Tokenizer
 from train.loop import resume
@@ -77,8 +78,9 @@ def export_huggingface(
     shape = config_to_hf(config, longest)
     carried = carry_over(saved.state, tokenizer, before, rows, longest, shape)
     of_config, generation = carried.config, carried.generation
-    stops = generation.get("eos_token_id", of_config.get("eos_token_id", []))
-    ids = {"bos_token_id": before, "eos_token_id": _add(of_config.get("eos_token_id", []), end)}
+    of_model = listed(of_config.get("eos_token_id"))
+    stops = listed(generation.get("eos_token_id", of_model))
+    ids = {"bos_token_id": before, "eos_token_id": _add(of_model, end)}
     of_config = {**of_config, **ids}
     save_weights(folder, config, weights, dtype, max_position_embeddings=longest, **of_config)
     generation = {"pad_token_id": end, **generation, **ids, "eos_token_id": _add(stops, end)}

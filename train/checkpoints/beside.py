@@ -1,4 +1,4 @@
-"""A record of the other files of --init-from FOLDER, for exports of the run (carry.py).
+"""A record of the other files of --init-from FOLDER, for exports of the run (trained/carry.py).
 
 It holds the small files that may still be true of trained weights, and the names of all others.
 Every checkpoint has it, so an export does not need the folder.
@@ -6,6 +6,7 @@ Every checkpoint has it, so an export does not need the folder.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Collection, Iterator
@@ -62,10 +63,15 @@ def read_beside(
     if added := tokenizer_config.get(ADDED, {}):
         tokenizer_config[ADDED] = {}
     shape = read_config(folder, accept).to_dict()
-    _check(folder, values, texts, shape["vocab_size"])
+    _note_begin_tokens(folder, values)
+    for name, field in itertools.product(("config.json", GENERATION), _IDS):
+        check_ids(folder / name, field, values.get(name, {}).get(field), shape["vocab_size"])
     found = [other for _, other in find_tokenizers(folder, tokenizer.eos)]
     opened = [other for other in found if isinstance(other, Tokenizer)]
-    _leave_out_padding(values.get(GENERATION, {}), [other.vocab_size for other in opened])
+    sizes, generation = [other.vocab_size for other in opened], values.get(GENERATION, {})
+    if sizes and (suppressed := listed(generation.get("suppress_tokens"))):
+        # ids that no tokenizer of the folder has are padding
+        generation["suppress_tokens"] = [token for token in suppressed if token < max(sizes)]
     template = json.dumps(tokenizer_config.get("chat_template"), ensure_ascii=False)
     templates = [template, *(text for name, text in texts.items() if is_template(name))]
     foreign = None
@@ -88,28 +94,12 @@ def read_beside(
     }
 
 
-def _check(folder: Path, values: dict[str, Any], texts: dict[str, str], vocabulary: int) -> None:
-    """Raise ValueError if values are wrong or contradict each other."""
-    tokenizer_config = values.get(TOKENIZER, {})
-    longest = tokenizer_config.get("model_max_length")
-    if longest is not None and type(longest) not in (int, float):
-        raise ValueError(
-            f"{folder / TOKENIZER}: expected model_max_length as a number, got {longest!r}"
-        )
-    _note_begin_tokens(folder, values)
-    for name in ("config.json", GENERATION):
-        for field in _IDS:
-            check_ids(folder / name, field, values.get(name, {}).get(field), vocabulary)
-    _check_names(folder, tokenizer_config, values.get(SPECIAL, {}))
-    _check_templates(folder, tokenizer_config, texts)
-
-
 def token_name(token: Any) -> Any:
     """Return the name of a special token, which may be written with its properties."""
     return token.get("content") if isinstance(token, dict) else token
 
 
-def ids(value: Any) -> list[Any]:
+def listed(value: Any) -> list[Any]:
     """Return the ids of a field that has one id, a list, or none."""
     return [] if value is None else value if isinstance(value, list) else [value]
 
@@ -161,12 +151,6 @@ def _find_texts(folder: Path) -> Iterator[Path]:
             yield path
 
 
-def _leave_out_padding(generation: dict[str, Any], sizes: list[int]) -> None:
-    """Leave out suppressed ids that no tokenizer of the folder has: they are padding."""
-    if sizes and (suppressed := ids(generation.get("suppress_tokens"))):
-        generation["suppress_tokens"] = [token for token in suppressed if token < max(sizes)]
-
-
 def _note_begin_tokens(folder: Path, values: dict[str, Any]) -> None:
     """Print on rank 0 that a folder has two begin tokens, which published folders may have."""
     [one, other] = (
@@ -181,37 +165,9 @@ def _note_begin_tokens(folder: Path, values: dict[str, Any]) -> None:
 
 def check_ids(file: Path, field: str, value: Any, vocabulary: int) -> None:
     """Raise ValueError unless `field` of a file has ids below `vocabulary`, or -1."""
-    for token in ids(value):
+    for token in listed(value):
         if type(token) is not int or not -1 <= token < vocabulary:
             raise ValueError(
                 f"{file}: expected {field} below the vocab_size of config.json, {vocabulary}, "
                 f"got {value!r}"
             )
-
-
-def _check_names(folder: Path, tokenizer: dict[str, Any], special: dict[str, Any]) -> None:
-    for name in tokenizer.keys() & special.keys():
-        one, other = token_name(tokenizer[name]), token_name(special[name])
-        if isinstance(one, str) and isinstance(other, str) and one != other:
-            raise ValueError(
-                f"{folder} contradicts itself: {name} is {one!r} in {TOKENIZER} and {other!r} in "
-                f"{SPECIAL}; correct or remove one"
-            )
-
-
-def _check_templates(folder: Path, tokenizer: dict[str, Any], texts: dict[str, str]) -> None:
-    """Check that the default chat template is the same wherever it stands."""
-    found: dict[str, Any] = {TEMPLATE: texts.get(TEMPLATE)}
-    if "chat_template.json" in texts:
-        found["chat_template.json"] = read_json(folder / "chat_template.json").get("chat_template")
-    default = tokenizer.get("chat_template")
-    if isinstance(default, list):
-        named = [entry for entry in default if isinstance(entry, dict)]
-        default = {entry.get("name"): entry.get("template") for entry in named}.get("default")
-    found |= {TOKENIZER: default}
-    given = {name: text.strip() for name, text in found.items() if isinstance(text, str)}
-    if len(set(given.values())) > 1:
-        raise ValueError(
-            f"{folder} contradicts itself: the chat templates of {' and '.join(given)} differ; "
-            "remove all but one"
-        )

@@ -8,29 +8,36 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from models.hf_families import FAMILIES
 from models.tensor_files import is_file
-from train.checkpoints.beside import GENERATION, SPECIAL, TOKENIZER, ids, is_template, token_name
+from train.checkpoints.beside import GENERATION, SPECIAL, TOKENIZER, is_template, listed, token_name
 from train.data.tokenizer import Tokenizer
 
-_NAMES = tuple(f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
-_ENDS = ("eos_token_id", "pad_token_id")
-_LISTS = ("additional_special_tokens", "extra_special_tokens")
-_SETTINGS = ("padding_side", "truncation_side", "model_input_names")  # no rules of a tokenizer
+# for each file the fields that hold also after training, and what decides on the others
+_FIELDS = {
+    "config.json": ("(eos|pad)_token_id$", "config.json follows from the run's model"),
+    # training decides how a text begins, and transformers writes its version
+    GENERATION: ("(?!bos_token_id|transformers_version|_from_model_config)", None),
+    **dict.fromkeys(
+        (SPECIAL, TOKENIZER),
+        (
+            "(bos|eos|unk|sep|pad|cls|mask)_token$|(additional|extra)_special_tokens$"
+            "|(padding|truncation)_side$|model_input_names$|chat_template$",
+            "the run's tokenizer.json says how a text becomes tokens",
+        ),
+    ),
+}
+_TOKENS = re.compile("(eos|pad)_token_id$|suppress_tokens$|.*_token$|.*_special_tokens$")
 _BY_TOKENS = re.compile("token_ids?$|_ids$|suppress_tokens$|sequence_bias")
-_STAMPS = ("transformers_version", "_from_model_config")
-_WEIGHTS = re.compile(r"\.(safetensors|bin|pt|pth|gguf|onnx|h5|msgpack)(\.index\.json)?$")
-_OF_TOKENIZERS = re.compile(
-    r"^(tokenizer\.|tokenization_|vocab|merges|added_tokens|special_tokens_map|spiece)"
-)
 _NO_TOKEN = "the run's tokenizer has no such token"
 _REWRITTEN = ("dtype", "torch_dtype", "rope_theta", "rope_scaling", "rope_parameters")
+_OTHERS = "the export has its own, or they may not be true of the trained weights"
+_SHOWN = 12  # files, of which those of weights may be many
 
 
 @dataclass
 class Carried:
-    """Parts of a folder that an export takes over, and those that it leaves out. `folder` is None
-    if the run had none.
+    """Parts of a folder that an export takes over, and names that it leaves out, by the reason.
+    `folder` is None if the run had none.
     """
 
     folder: str | None
@@ -38,11 +45,10 @@ class Carried:
     generation: dict[str, Any] = field(default_factory=dict)
     tokenizer: dict[str, Any] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
-    _left_out: dict[str, list[str]] = field(default_factory=dict)  # reason -> names
+    left_out: dict[str, list[str]] = field(default_factory=dict)
 
     def leave_out(self, reason: str, *names: str) -> None:
-        """Note names that are left out for a reason."""
-        self._left_out.setdefault(reason, []).extend(names)
+        self.left_out.setdefault(reason, []).extend(names)
 
     def write_texts(self, folder: Path) -> None:
         """Write the files into an existing folder."""
@@ -59,8 +65,8 @@ class Carried:
         lines = [f"taken over from {self.folder}:", *(f"  {name}" for name in self.texts)]
         lines += [f"  {place}: {', '.join(given)}" for place, given in places.items() if given]
         lines = lines if lines[1:] else [f"nothing was taken over from {self.folder}"]
-        left_out = [f"  {_shorten(names)}: {why}" for why, names in self._left_out.items()]
-        return "\n".join([*lines, *(["left out:"] if left_out else []), *left_out])
+        lines += [f"  left out: {', '.join(names)}: {why}" for why, names in self.left_out.items()]
+        return "\n".join(lines)
 
 
 def carry_over(
@@ -86,14 +92,13 @@ def carry_over(
         carried = Carried(None if source is None or is_file(source) else source, accepted)
         carried.leave_out("its run began before checkpoints recorded it", "all beside the weights")
         return carried
-    choice = _Choice(record, tokenizer, begin)
-    choice.take_generation()
-    choice.take_config({*written, *_REWRITTEN}, accepted)
-    choice.take_tokenizer()
-    choice.take_begin(adds=state["data"].get("bos") is not None)
+    choice = _Choice(record, tokenizer)
+    choice.carried.config |= accepted
+    choice.take_fields({*written, *_REWRITTEN, *accepted, "bos_token_id", "model_max_length"})
+    choice.drop_other_begins(begin, adds=state["data"].get("bos") is not None)
     same_rope = all(state["model"].get(name) == value for name, value in record["rope"].items())
     choice.take_length(rows, longest, same_rope)
-    choice.take_files(written["model_type"])
+    choice.take_files()
     return choice.carried
 
 
@@ -104,68 +109,42 @@ class _Choice:
     no_template  why its chat templates cannot be used, or None
     """
 
-    def __init__(self, record: Mapping[str, Any], tokenizer: Tokenizer, begin: int | None):
+    def __init__(self, record: Mapping[str, Any], tokenizer: Tokenizer):
         self.carried = Carried(record["folder"])
         self.leave_out = self.carried.leave_out
-        self._record, self._values = record, record["values"]
-        self._tokenizer, self._begin = tokenizer, begin
+        self._record, self._values, self._tokenizer = record, record["values"], tokenizer
         self.foreign = self.no_template = record["foreign"]
         if record["lacking"] and not self.foreign:
             lacking = ", ".join(map(repr, record["lacking"]))
             self.no_template = f"the run's tokenizer lacks {lacking}"
-        self._settings = {
-            name: value
-            for place in (SPECIAL, TOKENIZER)
-            for name, value in self._values.get(place, {}).items()
-            if value is not None
-        }
 
-    def take_generation(self) -> None:
-        """Take over sampling settings, stop tokens and padding."""
-        for name, value in self._values.get(GENERATION, {}).items():
-            if value is None or name == "bos_token_id":  # training decides how a text begins
-                continue
-            if name in _STAMPS:
-                self.leave_out("transformers writes it", f"{GENERATION}: {name}")
-            elif name in (*_ENDS, "suppress_tokens"):
-                self._take_ids(self.carried.generation, GENERATION, name, value)
-            elif _BY_TOKENS.search(name) and self.foreign:
-                self.leave_out(self.foreign, f"{GENERATION}: {name}")
-            else:
-                self.carried.generation[name] = value
+    def take_fields(self, decided: set[str]) -> None:
+        """Take over fields, except those that are `decided`."""
+        carried = self.carried
+        taken = {"config.json": carried.config, GENERATION: carried.generation}
+        for place, (pattern, why) in _FIELDS.items():
+            others, into = [], taken.get(place, carried.tokenizer)
+            for name, value in self._values.get(place, {}).items():
+                if value is None or name in decided:
+                    continue
+                if not re.match(pattern, name):
+                    others.append(name)
+                elif name == "chat_template" and self.no_template:
+                    self.leave_out(self.no_template, f"{place}: {name}")
+                elif _TOKENS.match(name):
+                    self._take_tokens(into, place, name, value)
+                elif self.foreign and _BY_TOKENS.search(name):
+                    self.leave_out(self.foreign, f"{place}: {name}")
+                else:
+                    into[name] = value
+            if others and why:
+                self.leave_out(why, f"{place}: {', '.join(sorted(others))}")
 
-    def take_config(self, written: set[str], accepted: Mapping[str, Any]) -> None:
-        """Take over accepted fields and the tokens of config.json. All else follows from the
-        model.
-        """
-        given = self._values["config.json"]
-        self.carried.config |= accepted
-        for name in _ENDS:
-            self._take_ids(self.carried.config, "config.json", name, given.get(name))
-        known = {*written, *accepted, *_ENDS, "bos_token_id"}
-        if others := sorted(n for n, v in given.items() if v is not None and n not in known):
-            why = "config.json follows from the run's model"
-            self.leave_out(why, f"config.json: {', '.join(others)}")
-
-    def take_tokenizer(self) -> None:
-        """Take over special tokens, the chat template and settings of tokenizer_config.json."""
-        for name, value in self._settings.items():
-            if name in _NAMES or name in _LISTS:
-                if names := self._known_names(name, value):
-                    self.carried.tokenizer[name] = names
-            elif name == "chat_template" and self.no_template:
-                self.leave_out(self.no_template, f"{TOKENIZER}: {name}")
-            elif name in _SETTINGS or name == "chat_template":
-                self.carried.tokenizer[name] = value
-            elif name != "model_max_length":
-                why = "the run's tokenizer.json says how a text becomes tokens"
-                self.leave_out(why, f"{TOKENIZER}: {name}")
-
-    def take_begin(self, adds: bool) -> None:
+    def drop_other_begins(self, begin: int | None, adds: bool) -> None:
         """Leave out begin tokens that are not those of training. A name of one may stay, unless
         transformers `adds` another one to texts.
         """
-        begin, began = self._begin, "no text after a token"
+        began = "no text after a token"
         if begin is not None:
             began = f"texts with {self._tokenizer.name_of(begin)!r}"
         for place in ("config.json", GENERATION):
@@ -179,8 +158,8 @@ class _Choice:
 
     def take_length(self, rows: int, longest: int, same_rope: bool) -> None:
         """Take over the most tokens of a text, if it is still true."""
-        given = self._settings.get("model_max_length")
-        if given is None or given == longest:
+        given = self._values.get(TOKENIZER, {}).get("model_max_length")
+        if not isinstance(given, int | float) or given == longest:
             return
         what = f"{TOKENIZER}: model_max_length {given}"
         if not same_rope:
@@ -190,67 +169,37 @@ class _Choice:
         else:
             self.carried.tokenizer["model_max_length"] = given
 
-    def take_files(self, model_type: str) -> None:
-        """Take over chat templates and licences, and explain why other files are left out."""
+    def take_files(self) -> None:
+        """Take over chat templates and licences."""
         texts = self._record["texts"]
         for name, text in texts.items():
             if self.no_template and is_template(name):
                 self.leave_out(self.no_template, name)
             else:
                 self.carried.texts[name] = text
-        handled = {"config.json", GENERATION, TOKENIZER, *texts}
-        for name in self._record["files"]:
-            if name not in handled and not is_template(name):
-                self.leave_out(_why_left_out(name, model_type), name)
+        known = {"config.json", GENERATION, TOKENIZER, *texts}
+        others = [x for x in self._record["files"] if x not in known and not is_template(x)]
+        more = [f"{len(others) - _SHOWN} more files"] if len(others) > _SHOWN else []
+        if others:
+            self.leave_out(_OTHERS, *others[:_SHOWN], *more)
 
-    def _take_ids(self, taken: dict[str, Any], place: str, name: str, value: Any) -> None:
-        """Take over the ids that are tokens of the run's tokenizer."""
-        if value is not None and self.foreign:
-            self.leave_out(self.foreign, f"{place}: {name} {value}")
-            return
-        known = [token for token in ids(value) if 0 <= token < self._tokenizer.vocab_size]
-        if unknown := [token for token in ids(value) if token not in known]:
-            self.leave_out(_NO_TOKEN, f"{place}: {name} {unknown}")
-        if known:
-            taken[name] = known[0] if name == "pad_token_id" else known
-
-    def _known_names(self, name: str, value: Any) -> Any:
-        """Return the special tokens that the run's tokenizer has: a name, a list, or by role."""
+    def _take_tokens(self, taken: dict[str, Any], place: str, name: str, value: Any) -> None:
+        """Take over the tokens that the run's tokenizer has, by id or name: one, a list, or by
+        role.
+        """
         by_role = isinstance(value, dict) and "content" not in value
-        pairs = value.items() if by_role else enumerate(ids(value))
-        names = {role: token_name(token) for role, token in pairs}
-        known = {
-            role: token
-            for role, token in names.items()
-            if not self.foreign and self._tokenizer.id_of(str(token)) is not None
-        }
-        if unknown := [token for role, token in names.items() if role not in known]:
-            shown = ", ".join(map(repr, unknown))
-            self.leave_out(self.foreign or _NO_TOKEN, f"{TOKENIZER}: {name} {shown}")
-        if by_role:
-            return known
-        return list(known.values()) if isinstance(value, list) else known.get(0)
+        tokens = value if by_role else dict(enumerate(listed(value)))
+        known = {role: token_name(token) for role, token in tokens.items() if self._has(token)}
+        if unknown := [repr(token_name(tokens[role])) for role in tokens if role not in known]:
+            self.leave_out(self.foreign or _NO_TOKEN, f"{place}: {name} {', '.join(unknown)}")
+        if known:
+            several = list(known.values()) if isinstance(value, list) else known.get(0)
+            taken[name] = known if by_role else several
 
-
-def _why_left_out(name: str, model_type: str) -> str:
-    if _WEIGHTS.search(name):
-        return "the export has the run's weights"
-    if _OF_TOKENIZERS.search(name):
-        return "the export has the run's tokenizer"
-    if name.endswith(".py"):
-        family = FAMILIES[model_type]
-        if family.exported_code:
-            return "the export has code of bmt_burst"
-        if family.releases_code:
-            return "no modelling file is written: take the release's"
-        return f"transformers has {model_type}"
-    if name.upper().startswith("README"):
-        return "it describes other weights"
-    return "whether it is true of the trained weights is not known"
-
-
-def _shorten(names: list[str]) -> str:
-    """Return all names, but of many files of weights only the first."""
-    weights = [name for name in names if _WEIGHTS.search(name)]
-    others = [name for name in names if name not in weights[1:]]
-    return ", ".join(others) + (f" and {len(weights) - 1} more" if weights[1:] else "")
+    def _has(self, token: Any) -> bool:
+        name = token_name(token)
+        if self.foreign:
+            return False
+        if isinstance(name, int):
+            return 0 <= name < self._tokenizer.vocab_size
+        return self._tokenizer.id_of(str(name)) is not None

@@ -25,7 +25,7 @@ from train.checkpoints.beside import (
     TOKENIZER,
     added_tokens,
     check_ids,
-    ids,
+    listed,
     token_name,
 )
 from train.data.tokenizer import SentencePieceTokenizer, Tokenizer, saved_spec
@@ -139,8 +139,8 @@ def run_stops(state: Mapping[str, Any], tokenizer: Tokenizer) -> frozenset[int]:
     """
     record = state.get("beside") or {}
     known = not record.get("foreign", True)
-    listed = _listed(record["values"]) if known else []
-    return frozenset({tokenizer.eos_id, *(i for i in listed if 0 <= i < tokenizer.vocab_size)})
+    stops = _stops(record["values"]) if known else []
+    return frozenset({tokenizer.eos_id, *(i for i in stops if 0 <= i < tokenizer.vocab_size)})
 
 
 def folder_stops(source: str, tokenizer: Tokenizer, vocabulary: int) -> frozenset[int]:
@@ -151,13 +151,13 @@ def folder_stops(source: str, tokenizer: Tokenizer, vocabulary: int) -> frozense
     values = _read(folder)
     for name in ("config.json", GENERATION):
         check_ids(folder / name, "eos_token_id", _ends(values, name), vocabulary)
-    listed = frozenset(i for i in _listed(values) if i >= 0)
-    if lacking := sorted(i for i in listed if i >= tokenizer.vocab_size):
+    stops = frozenset(i for i in _stops(values) if i >= 0)
+    if lacking := sorted(i for i in stops if i >= tokenizer.vocab_size):
         ranks.warn(
             f"{folder}: eos_token_id lists {', '.join(map(str, lacking))}, but the tokenizer has "
             f"only {tokenizer.vocab_size} tokens: no text ends there"
         )
-    return listed.difference(lacking) or frozenset({tokenizer.eos_id})
+    return stops.difference(lacking) or frozenset({tokenizer.eos_id})
 
 
 def lacking_tokens(source: str, tokenizer: Tokenizer) -> tuple[str, ...]:
@@ -169,8 +169,8 @@ def lacking_tokens(source: str, tokenizer: Tokenizer) -> tuple[str, ...]:
     return tuple(name for name in added_tokens(folder, decoder) if tokenizer.id_of(name) is None)
 
 
-def _listed(values: Mapping[str, Any]) -> list[int]:
-    return [token for name in ("config.json", GENERATION) for token in ids(_ends(values, name))]
+def _stops(values: Mapping[str, Any]) -> list[int]:
+    return [token for name in ("config.json", GENERATION) for token in listed(_ends(values, name))]
 
 
 def _ends(values: Mapping[str, Any], name: str) -> Any:
