@@ -272,14 +272,18 @@ class CPMConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Make a configuration from the arguments of CPMConfig. Raises ValueError for others."""
+        """Make a configuration from the arguments of CPMConfig, with or without their `model_type`.
+        Raises ValueError for others.
+        """
+        values = {name: value for name, value in values.items() if name != "model_type"}
         check_names(cls, values, "expected the fields of CPMConfig")
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the arguments of CPMConfig, in JSON's types."""
+        """Return the arguments of CPMConfig and the kind of model, in JSON's types."""
         scaling = self.rope_scaling
         return dataclasses.asdict(self) | {
+            "model_type": "cpm",
             "rope_scaling": None if scaling is None else scaling.to_dict(),
             "sparse": None if self.sparse is None else write_extension(self.sparse),
             "mixers": None if self.mixers is None else list(self.mixers),

@@ -30,30 +30,31 @@ def kind_of(config: ModelConfig) -> Kind:
 
 
 def config_of(values: Any, accept: Collection[str] = ()) -> ModelConfig:
-    """Return the configuration in a JSON file of any kind. `accept` names unknown fields of a
-    Hugging Face config.json that change nothing. Raises ValueError or TypeError.
+    """Return the configuration in a JSON file of any kind, which its `model_type` names. Files of
+    CPM-Live, of ModelCenter and of older versions lack it, and are known by their fields.
+
+    `accept` names unknown fields of a Hugging Face config.json that change nothing. Raises
+    ValueError or TypeError.
     """
     if not isinstance(values, dict):
         raise ValueError(f"expected names and values, got {type(values).__name__}")
-    named = values.get("model_type")
+    named = str(values.get("model_type"))
+    for kind in KINDS:
+        if kind.name == named:
+            return load(kind.config).from_dict(values)
+        if kind.name == HF_KINDS.get(named):
+            return load(kind.config).from_hf(values)
     if is_model_center(values):
         return config_from_model_center(values)
-    if isinstance(named, str) and named in HF_KINDS:
-        kind = next(kind for kind in KINDS if kind.name == HF_KINDS[named])
-        return load(kind.config).from_hf(values)
     if "dim_model" in values:
-        kind = _kind_of_values(values)
-    elif "num_hidden_layers" in values or "architectures" in values:
+        return load(_kind_by_fields(values).config).from_dict(values)
+    if "num_hidden_layers" in values or "architectures" in values:
         return config_from_hf(values, accept)
-    else:
-        kind = KINDS[0]
-    return load(kind.config).from_dict(values)
+    return CPMConfig.from_dict(values)
 
 
-def _kind_of_values(values: dict[str, Any]) -> Kind:
-    fitting = [k for k in KINDS if values.get("model_type") == k.name] or [
-        k for k in KINDS if k.own & values.keys()
-    ]
+def _kind_by_fields(values: dict[str, Any]) -> Kind:
+    fitting = [kind for kind in KINDS if kind.own & values.keys()]
     if len(fitting) != 1:
         names = ", ".join(kind.name for kind in KINDS[1:])
         raise ValueError(
@@ -103,8 +104,8 @@ def expected_weights(source: Path, model: ModelConfig, name: str, untie: bool) -
 
 def _is_live(folder: Path, values: dict[str, Any]) -> bool:
     """Whether a folder has a model of CPM-Live. Sizes do not tell, but names of weights do."""
-    if "dim_model" not in values:
-        return values.get("model_type") in list(HF_KINDS)
-    if is_model_center(values) or values.get("model_type") in list(HF_KINDS.values()):
-        return not is_model_center(values)
+    if values.get("model_type") in [*HF_KINDS, *HF_KINDS.values()]:
+        return True
+    if "dim_model" not in values or is_model_center(values):
+        return False
     return any(name.endswith(TABLE) for name in open_folder(folder))
