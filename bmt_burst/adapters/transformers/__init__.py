@@ -43,6 +43,7 @@ heads, D head size.
 
 from .configs import ATTENTION
 from .enabling import enable
+from .trainers.models import plain
 from .trainers.switch import sequence_parallel
 
-__all__ = ["ATTENTION", "enable", "sequence_parallel"]
+__all__ = ["ATTENTION", "enable", "plain", "sequence_parallel"]

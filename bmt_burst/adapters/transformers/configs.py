@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -43,6 +45,19 @@ def give_own_configs(model: nn.Module, enabled: Any) -> None:
         own = copy.deepcopy(config, known)
         module.config = _LayerConfig(own) if module in inside else own
     enabled._attention = enabled.config._attn_implementation
+
+
+@contextmanager
+def ask_for_own_attention(model: nn.Module) -> Iterator[None]:
+    """Let the modules of an enabled model ask for an attention of transformers in this context."""
+    given = [(x, config) for x, config in _find_configs(model) if isinstance(config, _LayerConfig)]
+    for module, config in given:
+        module.config = config.config
+    try:
+        yield
+    finally:
+        for module, config in given:
+            module.config = config
 
 
 def check_configs(model: Any) -> None:

@@ -12,6 +12,7 @@ from typing import Any, NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from ...base.compiled import not_compiled
 from ...calls.refusal import bind_arguments
@@ -31,6 +32,8 @@ _FUSED = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
 class Enabled(nn.Module):
     """An enabled object. Its copies and pickles are enabled too."""
+
+    _is_plain = False  # whether it computes as one of its own class, alone
 
     def __reduce_ex__(self, _protocol: SupportsIndex) -> tuple:
         return _new, type(self).__bases__, self.__getstate__()
@@ -86,6 +89,9 @@ class EnabledModel(Enabled):
         @functools.wraps(own_forward)
         def forward(self: EnabledModel, *args: Any, **named: Any) -> Any:
             of_class = functools.partial(own_forward, self)
+            if self._is_plain:
+                set_by_package = self._fused if named.get("fused_lm_head") else self._forward
+                return (set_by_package or of_class)(*args, **named)
             inputs, part = self._prepare(of_class, args, named)
             set_by_package = self._fused if inputs.fused else self._forward
             return self._finish((set_by_package or of_class)(**part), inputs)
@@ -183,7 +189,8 @@ class EnabledCausalLM(EnabledModel):
     @property
     def loss_function(self) -> Callable:
         """The loss, which the model's forward calls with this rank's part."""
-        return self._loss
+        own: Any = super()
+        return own.loss_function if self._is_plain else self._loss
 
     @not_compiled
     def _loss(
@@ -207,12 +214,18 @@ class EnabledCausalLM(EnabledModel):
         count = count.to(total.device).reshape(()) if isinstance(count, Tensor) else count
         return self._sp.sum(total / count)
 
-    def generate(self, *_args: Any, **_named: Any) -> NoReturn:
-        raise ValueError(
-            f"an enabled {type(self).__name__} does not generate, since caches need whole "
-            "sequences: load what save_pretrained writes into a model that is not enabled, or its "
-            "weights while a trainer runs, as docs/trainers.md shows"
-        )
+    def generate(self, *args: Any, **named: Any) -> Any:
+        """Generate within `plain`. Ranks of FSDP2 take equally many steps."""
+        if not self._is_plain:
+            raise ValueError(
+                f"an enabled {type(self).__name__} does not generate, since caches need whole "
+                "sequences: call it in `with plain(model):`, or load what save_pretrained writes "
+                "into a model that is not enabled"
+            )
+        if any(isinstance(x, FSDPModule) for x in self.modules()):
+            named = {"synced_gpus": True} | named
+        own: Any = super()
+        return own.generate(*args, **named)
 
 
 class EnabledRotary(Enabled):
@@ -226,6 +239,8 @@ class EnabledRotary(Enabled):
     def forward(
         self, x: Tensor, position_ids: Tensor, *args: Any, **named: Any
     ) -> tuple[Tensor, Tensor]:
+        if self._is_plain:
+            return super().forward(x, position_ids, *args, **named)
         if self._last is None:
             refuse_part(self)
         last = self._last.to(position_ids).expand(len(position_ids), 1)

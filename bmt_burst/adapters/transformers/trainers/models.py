@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
@@ -11,8 +12,9 @@ from transformers import PreTrainedModel
 
 from ....ranks.agreement import run_together
 from ....ranks.sequence_parallel import SequenceParallel
+from ..configs import ask_for_own_attention
 from ..enabling import enable
-from ..model import EnabledModel
+from ..model import Enabled, EnabledModel
 from ..requests import WantedOutputs
 from ..supported import set_options, take_head
 from .options import Options
@@ -30,6 +32,30 @@ def find_enabled(model: nn.Module, inside: bool = True) -> EnabledModel | None:
             if isinstance(part, EnabledModel) and (inside or not is_inside):
                 return part
     return None
+
+
+@contextmanager
+def plain(model: nn.Module) -> Iterator[None]:
+    """Let the enabled models inside of `model` compute as plain ones, on each rank alone. So they
+    take caches, and generate.
+
+        with plain(trainer.model):
+            tokens = trainer.model.generate(prompts, max_new_tokens=64)
+
+    A model that is not enabled does not change. Ranks may have other inputs, and take other steps,
+    except under FSDP2: there all ranks must generate together, and take as many steps.
+    """
+    changed = [x for x in model.modules() if isinstance(x, Enabled)]
+    with ExitStack() as stack:
+        for x in changed:
+            x._is_plain = True
+            if isinstance(x, EnabledModel):
+                stack.enter_context(ask_for_own_attention(x))
+        try:
+            yield
+        finally:
+            for x in changed:
+                x._is_plain = False
 
 
 def enable_inside(model: nn.Module, sp: SequenceParallel, options: Options) -> None:
