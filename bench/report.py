@@ -25,7 +25,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from bench import tables
-from bench.other_tables import bitwise_table, other_tables, sparse_training_table, whole_table
+from bench.other_tables import bitwise_table, other_tables, sparse_training_table
 from bench.plot import plot, several_lengths
 from bench.tables import Row, read_rows
 
@@ -72,9 +72,10 @@ SECTIONS = {
     ),
     "folds-*": Section(
         "training",
-        "Separate and folded completions of a prompt",
+        "Completions of one prompt, as separate rows and folded",
         "bench/folds.py",
-        "forward and backward without an optimizer, in bf16; errors are relative to separate rows",
+        "forward and backward without an optimizer; the differences are those of random weights in "
+        "bf16",
     ),
     "power-*": Section(
         "time",
@@ -304,7 +305,6 @@ _GENERATED = {
     "peers": tables.peers_table,
     "masks": tables.masks_table,
     "training": sparse_training_table,
-    "whole": whole_table,
 }
 
 

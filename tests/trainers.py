@@ -13,6 +13,7 @@ import sys
 import tempfile
 import types
 import unittest.mock
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -142,7 +143,7 @@ def arguments(folder: str, **changes: Any) -> dict[str, Any]:
 
 def history(trainer: Any) -> list[dict[str, float]]:
     """Return the logs of a trainer without times."""
-    times = ("runtime", "per_second", "preparation")
+    times = ("runtime", "per_second", "preparation", "step_time")
     return [
         {k: v for k, v in row.items() if not any(time in k for time in times)}
         for row in trainer.state.log_history
@@ -424,6 +425,82 @@ def train_with_dpo(
             peft_config=lora() if adapter else None,
         )
         return run(trainer)
+
+
+def draw_completions(prompts: list[str], process: int) -> list[list[int]]:
+    """Return a completion of 3 to 12 tokens for each prompt, the same in every run."""
+    found = []
+    for number, prompt in enumerate(prompts):
+        draw = torch.Generator().manual_seed(zlib.crc32(f"{prompt} {process} {number}".encode()))
+        length = int(torch.randint(3, 13, (), generator=draw))
+        found.append(torch.randint(3, 64, (length,), generator=draw).tolist())
+    return found
+
+
+def roll_out(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    """Return completions as TRL's rollout_func does. Only the first rank of a group knows them."""
+    completions = draw_completions(prompts, trainer.accelerator.process_index)
+    if trainer.accelerator.num_processes < dist.get_world_size() and trainer.sp.rank:
+        completions = []
+    return {
+        "prompt_ids": trainer.processing_class(text=prompts)["input_ids"],
+        "completion_ids": completions,
+        "logprobs": None,
+        "drawn": [float(sum(x) % 7) for x in completions],
+    }
+
+
+def count_odd(completion_ids: list, log_extra: Any, log_metric: Any, **_others: Any) -> list:
+    """Reward odd tokens. Every seventh completion has no reward."""
+    rewards = [sum(x % 2 for x in ids) / len(ids) for ids in completion_ids]
+    log_extra("odd", rewards)
+    log_metric("most", max(rewards))
+    return [x if sum(ids) % 7 else None for ids, x in zip(completion_ids, rewards, strict=True)]
+
+
+async def prefer_short(completion_ids: list, **_others: Any) -> list[float]:
+    return [-0.1 * len(ids) for ids in completion_ids]
+
+
+def train_with_reinforcement(change: Change, path: str, name: str, **changes: Any) -> dict:
+    """Train with GRPO or RLOO on completions that do not depend on the model. The prompts of a
+    batch have different lengths.
+    """
+    import datasets
+    import trl
+
+    is_grpo = name == "GRPO"
+    rows = [{"prompt": text(row[: 5 + i])} for i, row in enumerate(Rows(13).rows)]
+    options = arguments("", num_generations=4, max_completion_length=12, bf16=False, beta=0.1)
+    options |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2} | changes
+    options |= {"per_device_eval_batch_size": 4, "include_num_input_tokens_seen": False}
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = change(getattr(trl, f"{name}Trainer"))(
+            model=path,
+            reward_funcs=[
+                count_odd,
+                prefer_short,
+                model("LlamaForSequenceClassification", num_labels=1),
+            ],
+            reward_processing_classes=[None, None, tokenizer()],
+            args=getattr(trl, f"{name}Config")(**options | {"output_dir": folder}),
+            train_dataset=datasets.Dataset.from_list(rows),
+            eval_dataset=datasets.Dataset.from_list(rows[:4]),
+            processing_class=tokenizer(),
+            **({"rollout_func": roll_out} if is_grpo else {}),
+        )
+        if not is_grpo:  # which takes no rollout_func
+            trainer._generate_single_turn = lambda prompt_ids, *_: draw_completions(
+                trainer.processing_class.batch_decode(prompt_ids), trainer.accelerator.process_index
+            )
+        found = run(trainer)
+    names = {f"{x}loss": f"{x}sum of advantages" for x in ("", "train_", "eval_")}
+    found["history"] = [
+        {names.get(name, name): x for name, x in row.items()} for row in found["history"]
+    ]
+    found["evaluated sum of advantages"] = found.pop("evaluated")
+    logged = {name: [*trainer._logs[name]] for name in ("prompt", "completion", "advantages")}
+    return found | logged | {"extra": {x: [*y] for x, y in trainer._logs["extra"].items()}}
 
 
 def train_with_rewards(change: Change, **changes: Any) -> dict[str, Any]:

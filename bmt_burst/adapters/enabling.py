@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from torch import nn
@@ -55,3 +56,14 @@ def make_class(own: type, base: Class, **members: Any) -> Class:
 
 # always the same class, as pickles and copies need
 put_before: Callable[[Any, Any], Any] = functools.cache(make_class)
+
+
+@contextmanager
+def replaced(module: Any, **members: Any) -> Iterator[None]:
+    """Replace members of a module within this context."""
+    before = {name: getattr(module, name) for name in members}
+    vars(module).update(members)
+    try:
+        yield
+    finally:
+        vars(module).update(before)

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+GENERATING_OF_TRL = ("GRPOTrainer", "RLOOTrainer")
 TESTED_OF_TRL = (
-    *("SFTTrainer", "DPOTrainer", "RewardTrainer"),
+    *("SFTTrainer", "DPOTrainer", "RewardTrainer", *GENERATING_OF_TRL),
     *("KTOTrainer", "ORPOTrainer", "CPOTrainer", "TPOTrainer"),
 )
 

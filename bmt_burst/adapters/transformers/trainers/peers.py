@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,3 +63,26 @@ def find_peers(sp: SequenceParallel) -> Peers:
         return Peers(index, 1)
     by_place: list[Any] = [[ranks[place] for ranks in groups] for place in range(sp.size)]
     return Peers(index, len(groups), make_group(torch_transport(world_group()), by_place))
+
+
+def gather_in_group(
+    sp: SequenceParallel, doing: str, find: Callable[[], Any], device: torch.device
+) -> list[Any]:
+    """Return what `find` returns on each rank that shares sequences with this one. They must all
+    call it. If it fails on one of them, all raise.
+
+    doing   names it in errors
+    device  one that these ranks exchange tensors on
+    """
+    mine = b""
+
+    def find_size() -> dict[str, int]:
+        nonlocal mine
+        mine = pickle.dumps(find())
+        return {"bytes": len(mine)}
+
+    sizes = [theirs["bytes"] for theirs in read_terms(gather_terms(sp.rings, doing, find_size))]
+    parts = torch.zeros(sum(sizes), dtype=torch.uint8).split(sizes)
+    parts[sp.rank].copy_(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
+    whole = sp.sum(torch.cat(parts).to(device)).to(torch.uint8).cpu()
+    return [pickle.loads(part.numpy().tobytes()) for part in whole.split(sizes)]

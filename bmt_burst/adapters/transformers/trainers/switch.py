@@ -8,12 +8,12 @@ import torch.distributed as dist
 
 from ....base.arguments import as_bool
 from ...enabling import Class, make_class
-from .options import TESTED_OF_TRL, Options, is_tested
+from .options import GENERATING_OF_TRL, TESTED_OF_TRL, Options, is_tested
 
 _GENERATING = (
-    *("GRPOTrainer", "RLOOTrainer", "DistillationTrainer", "A2POTrainer", "AsyncGRPOTrainer"),
-    *("AsyncDistillationTrainer", "GKDTrainer", "GOLDTrainer", "IWOPDTrainer", "OnlineDPOTrainer"),
-    *("SDFTTrainer", "SDPOTrainer"),
+    *("DistillationTrainer", "A2POTrainer", "AsyncGRPOTrainer", "AsyncDistillationTrainer"),
+    *("GKDTrainer", "GOLDTrainer", "IWOPDTrainer", "OnlineDPOTrainer", "SDFTTrainer"),
+    *("SDPOTrainer", *GENERATING_OF_TRL),
 )
 
 
@@ -39,8 +39,8 @@ def sequence_parallel(
     counts and learning rates are those of one process for each group. Saved models are plain. With
     one rank a group, the class does what `cls` does.
 
-    cls               transformers' Trainer or Seq2SeqTrainer, TRL's trainer for SFT, DPO, rewards,
-                      KTO, ORPO, CPO or TPO, accelerate's Accelerator, or a subclass
+    cls               transformers' Trainer or Seq2SeqTrainer, TRL's trainer for SFT, DPO, GRPO,
+                      RLOO, rewards, KTO, ORPO, CPO or TPO, accelerate's Accelerator, or a subclass
     sp_size, mesh,    the ranks that share a sequence, as in init_sequence_parallel. An object makes
     layout            its groups once accelerate has initialised torch.distributed, and has them as
                       `sp`
@@ -52,9 +52,9 @@ def sequence_parallel(
                       `compute_loss` or steps, or a module around the model. Then no whole logits
                       are made
 
-    Raises TypeError for classes that are neither, and ValueError for trainers that generate, and
-    for those that were not tested unless untested=True. Objects raise ValueError, on all ranks and
-    before a step, for arguments that do not work over ranks: docs/trainers.md lists them.
+    Raises TypeError for classes that are neither, and ValueError for other trainers that generate,
+    and for those that were not tested unless untested=True. Objects raise ValueError, on all ranks
+    and before a step, for arguments that do not work over ranks: docs/trainers.md lists them.
     """
     if not isinstance(cls, type):
         raise TypeError(f"expected a class, such as Trainer, got a {type(cls).__name__}")
@@ -75,7 +75,9 @@ def sequence_parallel(
     )
     names = [base.__name__ for base in cls.__mro__]
     _check_class(cls, names, options.untested)
-    if "Trainer" in names:
+    if not {*GENERATING_OF_TRL}.isdisjoint(names):
+        from .generating import GeneratingTrainer as mixin
+    elif "Trainer" in names:
         from .trainer import ParallelTrainer as mixin
     else:
         from .accelerator import ParallelAccelerator as mixin
@@ -95,16 +97,16 @@ def _check_class(cls: type, names: list[str], untested: bool) -> None:
             f"subclass, got {name}"
         )
     of_trl = [base for base in cls.__mro__ if base.__module__.startswith("trl.")]
-    for base in of_trl:
-        if base.__name__ in _GENERATING:
-            raise ValueError(
-                f"{base.__name__} generates while it trains, and over ranks there are no caches "
-                "for it: train with SFTTrainer, DPOTrainer or Trainer, or without sequence "
-                "parallelism"
-            )
     # the first decides: some are subclasses of a tested one, and compute other losses
     if not of_trl or is_tested(of_trl[0]):
         return
+    for base in of_trl:
+        if base.__name__ in _GENERATING:
+            raise ValueError(
+                f"{of_trl[0].__name__} generates while it trains, and gathers completions from "
+                "ranks, not from groups: expected GRPOTrainer or RLOOTrainer, or a subclass of "
+                "yours"
+            )
     text = f"{of_trl[0].__name__} of {of_trl[0].__module__} was not tested over ranks"
     if not untested:
         raise ValueError(

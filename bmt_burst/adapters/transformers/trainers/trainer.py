@@ -17,7 +17,7 @@ from ....ranks.sequence_parallel import SequenceParallel
 from ....sequence.layout import shift_labels
 from ....transport import ALONE
 from ....transport.torch_dist import torch_transport, world_group
-from ...enabling import make_class
+from ...enabling import make_class, replaced
 from ..model import EnabledCausalLM
 from ..requests import WantedOutputs, ask_models
 from .accelerator import ParallelAccelerator
@@ -86,15 +86,19 @@ class ParallelTrainer(Trainer):
         given = {**dict(zip(("return_outputs", "num_items_in_batch"), args, strict=False)), **named}
         outputs = None
         if self.sp.size > 1:
-            reference = getattr(self, "ref_model", None)
-            if reference is not None and find_enabled(reference) is None:
-                self.accelerator._enable(reference)  # TRL shards it itself for FSDP
+            self._enable_reference()
             outputs = self._choose_outputs(model)
             if outputs is not WantedOutputs.WHOLE_FOR_OTHERS:
                 inputs = self._smooth_over_ranks(model, inputs, given.get("num_items_in_batch"))
                 outputs = None if given.get("return_outputs") else outputs
         with ask_models(outputs):
             return super().compute_loss(model, inputs, *args, **named)
+
+    def _enable_reference(self) -> None:
+        """Enable TRL's reference model, which TRL shards itself for FSDP."""
+        reference = getattr(self, "ref_model", None)
+        if reference is not None and find_enabled(reference) is None:
+            self.accelerator._enable(reference)
 
     def training_step(self, model: nn.Module, *args: Any, **named: Any) -> Tensor:
         # A backward may compute a forward again.
@@ -167,12 +171,9 @@ class ParallelTrainer(Trainer):
 
     def _run_epoch(self, *args: Any, **named: Any) -> Any:
         """Run an epoch in which skipping batches keeps what the accelerator has set in a loader."""
-        plain = transformers.trainer.skip_first_batches
-        transformers.trainer.skip_first_batches = self.accelerator.skip_first_batches
-        try:
+        skip = self.accelerator.skip_first_batches
+        with replaced(transformers.trainer, skip_first_batches=skip):
             return super()._run_epoch(*args, **named)
-        finally:
-            transformers.trainer.skip_first_batches = plain
 
     def _save_checkpoint(self, *args: Any, **named: Any) -> Any:
         with self.accelerator._count_ranks():
