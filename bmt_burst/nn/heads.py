@@ -50,14 +50,9 @@ class SequenceParallelModule(nn.Module):
 
 
 class SelfAttention(SequenceParallelModule):
-    """The base of layers of self-attention. A subclass sets `kind`.
+    """The base of layers of self-attention. A subclass sets `kind`, and documents the arguments.
 
-    qkv_bias, o_bias  whether the projections have a bias
-    qk_norm_eps       if given, q and k are normalized in each head, by `q_norm` and `k_norm`
-    output_norm_eps   if given, the attention of all heads is normalized, by `o_norm`
-    output_gate       whether the attention is then multiplied by the sigmoid of a projection of
-                      the layer's input
-    rotary            whether q and k are rotated
+    output_norm_eps  if given, the attention of all heads is normalized by `o_norm`, before the gate
     """
 
     gate_name: ClassVar[str] = "o_gate"

@@ -23,20 +23,17 @@ class LightningAttention(SelfAttention):
         q, k = rotate(q_norm(q_proj(x))), rotate(k_norm(k_proj(x)))
         out = o_proj(o_norm(lightning(q, k, v_proj(x))) * sigmoid(z_proj(x)))
 
-    hidden_size      E, the width of inputs and outputs
     num_heads        H, of queries, keys and values
-    head_dim         D, by default hidden_size / num_heads
-    sp               the ranks that share the sequence, from init_sequence_parallel. By default this
-                     rank is alone. Its layout may not be striped.
+    sp               as BurstAttention's. Its layout may not be striped.
     flash            as lightning_attn_func's
-    layer            this layer's number in Chunks and in a Cache
     qk_norm_eps      added to the mean square of q and k in each head. None: they are not
                      normalized. `q_norm` and `k_norm` have weights (D,).
     output_norm_eps  the same for the attention of all heads. `o_norm` has a weight (H * D,).
     output_gate      whether there is `z_proj`
-    rotary           False: q and k are not rotated, and the layer needs no rope_tables
     slopes           (H,) fp32 or fp64, finite and at least 0, see lightning_attn_func. By default
                      alibi_slopes(H). They are constants, and no part of the layer's state_dict.
+
+    hidden_size, head_dim, layer and rotary are BurstAttention's.
 
     The layer is causal, and documents of a mask have states of their own. The formulas are those of
     MiniCPM-SALA (arXiv 2602.11761) and its released code.

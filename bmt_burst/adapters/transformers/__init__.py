@@ -11,8 +11,8 @@
     # whole sequences, identical on every rank of sp
     model(input_ids=tokens, labels=tokens).loss.backward()
 
-docs/attention.md lists the models, and says what loss, gradients, documents and padding mean. A
-forward takes its own arguments, of whole sequences, and cuts them itself:
+docs/attention.md lists the models, and says what loss, gradients, outputs, documents and padding
+mean. A forward takes its own arguments, of whole sequences, and cuts them itself:
 
     input_ids, inputs_embeds, labels, shift_labels
                         (B, S, ...)
@@ -27,11 +27,6 @@ forward takes its own arguments, of whole sequences, and cuts them itself:
     whole_outputs       True for whole logits and hidden states, (B, S, ...) on every rank, in the
                         order of the input
     fused_lm_head       True for the outputs of TRL's fused head, of whole sequences
-
-Logits and hidden states otherwise belong to this rank's tokens, as sp.shard cuts them. Those of a
-model without a head, or with another one, such as a LlamaForSequenceClassification, are whole. If
-every rank computes the same loss from whole outputs, the mean over ranks of the parameters'
-gradients is its gradient.
 
 Parameters, their names, checkpoints and gradient checkpointing do not change. Copies and pickles of
 an enabled model are enabled too. Call attach(sp) of a model that was read from a pickle.
