@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..sequence.layout import Chunked, Layout
@@ -97,12 +97,6 @@ def find_keys(
         rows = tuple(cut[number][mask] for mask in masks)
         found.append(ChunkKeys(chunks, number, rows, first, *places))
     return tuple(found)
-
-
-def count_places(keys: Sequence[ChunkKeys]) -> int:
-    """Return the number of keys that there must be memory for."""
-    places: int = max(each.own.stop for each in keys)
-    return places
 
 
 def _find_first(rows: Iterable[Mask], positions: Span) -> int:

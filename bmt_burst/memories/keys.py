@@ -24,7 +24,7 @@ from ..merging.parts import Partials
 from ..merging.sinks import decoded_with_sinks
 from ..ranks.sequence_parallel import WholeSequence
 from ..spec import Spec
-from .chunk_keys import ChunkKeys, count_places, find_keys
+from .chunk_keys import ChunkKeys, find_keys
 from .new_tokens import NewTokens, count_own
 from .protocol import Kind, Memory, Room, Turn, check_alike, reserve_memory, select_rows
 
@@ -58,7 +58,8 @@ class KeyMemory(Memory):
         if room.chunks is not None:
             of_sequence = room.masks, room.chunks, room.sp.rank
             self.keys = find_keys(*of_sequence, kind.window, keeps_all=room.limit is not None)
-            count, length = count_places(self.keys), room.chunks.seq_len
+            count = max(each.own.stop for each in self.keys)
+            length = room.chunks.seq_len
         if room.limit is not None:
             count += count_own(room.sp, length, room.limit)
         with reserve_memory(room.limit):
