@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -155,10 +155,10 @@ class LocalPart:
         return {
             "batch": self.size,
             "tokens": self.tokens,
-            "length": self.lengths and _join_equal(self.lengths),
+            "length": self.lengths,
             **{name: "given" if name in self.marks else None for name in _MARKS},
-            "mask": _join_equal([mask and mask.digest for mask in self.masks]),
-            "layout": _join_equal([describe_term(layout) for layout in self.layouts]),
+            "mask": [mask and mask.digest for mask in self.masks],
+            "layout": [describe_term(layout) for layout in self.layouts],
         }
 
     def make_batch(self, tokens: list[int]) -> Batch:
@@ -303,8 +303,3 @@ def _find_areas(
         for context in (1, 0)
     )
     return [(valid, first, None), (rest, rest, low)]
-
-
-def _join_equal(rows: Sequence[Any]) -> Any:
-    """Return the value of all rows, or a list of one for each if they differ."""
-    return rows[0] if len(set(rows)) == 1 else list(rows)
