@@ -115,8 +115,8 @@ class BurstAttention(SelfAttention):
     def _find_choose_by(self, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
         return () if self.sparse is None else self.sparse.of_layer(q, k)
 
-    def _find_tensors(
-        self, q: Tensor, choose_by: Sequence[Tensor] | None
-    ) -> tuple[Tensor | None, ...]:
-        sinks = None if self.sinks is None else self.sinks.to(accumulator_dtype(q.dtype))
+    def _find_tensors(self, choose_by: Sequence[Tensor] | None) -> tuple[Tensor | None, ...]:
+        sinks = self.sinks
+        if sinks is not None:
+            sinks = sinks.to(accumulator_dtype(sinks.dtype))
         return sinks, *(choose_by or ())

@@ -151,15 +151,10 @@ class SelfAttention(SequenceParallelModule):
 
         Raises on all ranks as `part.mix` does.
         """
-        try:
-            tensors = self._find_tensors(q, choose_by)
-        except _WRONG_INPUTS as error:
-            self._refuse(error, part)
+        tensors = self._find_tensors(choose_by)
         return part.mix(self.layer, self.kind, q, k, v, *tensors).flatten(2)
 
-    def _find_tensors(
-        self, q: Tensor, choose_by: Sequence[Tensor] | None
-    ) -> tuple[Tensor | None, ...]:
+    def _find_tensors(self, choose_by: Sequence[Tensor] | None) -> tuple[Tensor | None, ...]:
         """Return the tensors that the kind takes besides q, k and v."""
         return ()
 
