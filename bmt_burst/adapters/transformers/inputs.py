@@ -70,7 +70,6 @@ class ForwardInputs:
     fused          whether TRL's fused head computes log-probabilities instead of logits
     label_smoothing  the part of each target that is spread over the vocabulary
     targets        the token after each one, (B, S), if labels were given
-    size           B
     terms          what the ranks compare
     sequence       the batch as attention gets it
     num_targets    the number of targets, an int64 scalar; 0 without labels
@@ -104,7 +103,6 @@ class ForwardInputs:
             labels = self.arguments.get("labels")
             check_targets(padding.ne(0), labels, self.arguments.get("shift_labels"))
         layout = Balanced.name if model._balanced else sp.layout_of(seq_len)
-        self.size = size
         self.sequence = WholeSequence.local(masks, layout).resolve(sp)
         self.num_targets = 0 if self.targets is None else count_targets(self.targets)
         positions = self._find_positions(seq_len)

@@ -140,7 +140,8 @@ class EnabledModel(Enabled):
 
     def _warn_of_logits(self, inputs: ForwardInputs) -> None:
         """Warn once of what whole logits cost that nobody asked for by name."""
-        numbers = inputs.size * inputs.sequence.seq_len * self.config.vocab_size
+        assert inputs.targets is not None, "other calls ask for whole logits"
+        numbers = inputs.targets.numel() * self.config.vocab_size
         warn_once(
             "whole logits",
             f"whole logits of a {type(self).__name__}, {4 * numbers / 2**30:.3g} GiB on each rank "
