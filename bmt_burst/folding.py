@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -69,16 +69,8 @@ class Folded:
         return [x[0].index_select(0, places.to(x.device)) for places in self.places]
 
 
-class _Branch(NamedTuple):
-    """Rows that share tokens from `start` on, after their node `parent`.
-
-    copies  whether the token before `start` stands here again
-    """
-
-    rows: list[int]
-    start: int
-    parent: int | None
-    copies: bool
+# rows that share tokens from an index on, and the node before them
+_Branch: TypeAlias = tuple[list[int], int, int | None]
 
 
 def fold_prefixes(rows: Sequence[Tensor | Sequence[int]], least: int = 1) -> Folded:
@@ -140,7 +132,9 @@ class _Folding:
         return Folded(tokens, targets, counts, Mask.tree(lengths, self.parents), places)
 
     def _branches(self, rows: list[int], start: int, parent: int | None) -> list[_Branch]:
-        """Return the branches of rows that have a token `start`, the last one first."""
+        """Return the branches of rows that have a token `start`, the last one first. If there are
+        several, each begins with a copy of the token before.
+        """
         groups: dict[int, list[int]] = {}
         for row in rows:
             groups.setdefault(int(self.rows[row][start]), []).append(row)
@@ -148,8 +142,8 @@ class _Folding:
         for group in groups.values():
             shares = self._count_shared(group, start) >= self.least
             found += [group] if shares else [[row] for row in group]
-        copies = start > 0 and len(found) > 1
-        return [_Branch(group, start, parent, copies) for group in reversed(found)]
+        begin = start - 1 if start > 0 and len(found) > 1 else start
+        return [(group, begin, parent) for group in reversed(found)]
 
     def _count_shared(self, rows: list[int], start: int) -> int:
         """Return how many tokens from `start` on all rows have."""
@@ -163,9 +157,8 @@ class _Folding:
 
     def _add(self, branch: _Branch) -> list[_Branch]:
         """Add the node that a branch begins with. Return the branches after it."""
-        rows, start, parent, copies = branch
-        text, begin = self.rows[rows[0]], start - copies
-        stop = start + self._count_shared(rows, start)
+        rows, begin, parent = branch
+        text, stop = self.rows[rows[0]], begin + self._count_shared(rows, begin)
         longer = [row for row in rows if len(self.rows[row]) > stop]
         found = self._branches(longer, stop, len(self.parents)) if longer else []
         splits = len(found) > 1
@@ -173,12 +166,10 @@ class _Folding:
         at = self.count + torch.arange(end - begin)
         for row in rows:
             self.places[row].append(at)
-            if (
-                splits and len(self.rows[row]) == stop
-            ):  # it ends at a copy: that of the first branch
+            if splits and len(self.rows[row]) == stop:  # it ends at the first branch's copy
                 self.places[row].append(torch.tensor([self.count + end - begin]))
         if begin == end:  # nothing is left of it
-            return [each._replace(parent=parent) for each in found]
+            return [(others, start, parent) for others, start, _ in found]
         targets = torch.full((end - begin,), IGNORE_INDEX)
         counts = torch.full((end - begin,), len(rows))
         known = text[begin + 1 : min(end + 1, stop)]
