@@ -8,7 +8,7 @@ All ranks share each sequence. Separate rows are computed one after the other, w
 memory; their gradients add up. The loss is the mean log-probability of the completions, times a
 constant for each row, as in a policy gradient. Rows of JSON have the seconds of the slowest rank
 (medians of `--rounds` after one), tokens of completions a second, the peak of memory with weights
-and gradients but no optimizer, and the largest difference of a log-probability and of the
+and gradients but no optimizer, and the relative difference of the log-probabilities (L2) and of the
 gradient's norm from those of separate rows. Weights are random, in bf16 on GPUs.
 """
 
@@ -50,6 +50,10 @@ class Policy:
         with machine.device:
             self.model = CPM(config, self.sp, Saving(args.checkpointing, tile=args.mlp_tile))
         torch.set_default_dtype(torch.float32)
+        generator = torch.Generator(machine.device).manual_seed(0)
+        with torch.no_grad():
+            for name, weight in self.model.named_parameters():
+                self.model.init_parameter(name, weight, generator)
         prompt = torch.randint(config.vocab_size, (args.prompt,))
         ends = torch.randint(config.vocab_size, (args.completions, args.length))
         self.rows = [torch.cat([prompt, end]) for end in ends]
@@ -102,7 +106,7 @@ def run(args: argparse.Namespace, machine: Machine) -> Iterator[dict]:
         logprobs, norm = step()
         first = first or (logprobs, norm)
         differences = {
-            "logprob_difference": float((logprobs - first[0]).abs().max()),
+            "logprob_error": float((logprobs - first[0]).norm() / first[0].norm()),
             "norm_difference": abs(norm / first[1] - 1),
         }
         if machine.cuda:

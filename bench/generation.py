@@ -93,7 +93,7 @@ class Bench:
                 kind = block.self_attn.kind
                 heads = of.num_heads if isinstance(kind, Lightning) else of.num_kv_heads
                 keys = torch.randn(2, 1, tokens, heads, of.head_dim, **like)
-                memory, turn = part.chunks._begin(part, layer, kind, q, *keys)
+                memory, turn = part.chunks.take_turn(part, layer, kind, q, *keys)
                 if isinstance(memory, StateMemory):
                     memory.keep(turn, q, *keys)
                     shape = 1, heads, of.head_dim, of.head_dim

@@ -21,6 +21,7 @@ from bench.tables import (
     table,
     tokens,
 )
+from models.config import PRESETS
 
 
 def usp_table(rows: list[Row]) -> str:
@@ -57,6 +58,28 @@ def training_table(rows: list[Row]) -> str:
         "s/step": "step_s",
     }
     return list_rows(rows, "train", columns, needs="step_s")
+
+
+def whole_table(rows: list[Row]) -> str:
+    """Format the fastest run of each whole model and length of a sequence."""
+    fastest: dict[tuple, Row] = {}
+    for row in rows:
+        if row["kind"] == "train" and row["layers"] == PRESETS[row["model"]].num_layers:
+            run = row["model"], row["seq_len"]
+            fastest[run] = min(fastest.get(run, row), row, key=lambda row: row["step_s"])
+    lines = [
+        [
+            model,
+            tokens(seq_len),
+            row["step_s"],
+            f"{row['tokens_per_s_per_gpu']:,.0f}",
+            f"{row['mfu']:.0%}",
+            row["peak_gib"],
+        ]
+        for (model, seq_len), row in sorted(fastest.items(), key=lambda item: -item[0][1])
+    ]
+    header = ["model", "tokens of a sequence", "s a step", "tokens/s a GPU", "MFU", "GiB a GPU"]
+    return table(header, lines)
 
 
 def sparse_training_table(rows: list[Row]) -> str:
@@ -265,7 +288,7 @@ def folds_table(rows: list[Row]) -> str:
         "s/step": "step_s",
         "tokens/s of completions": lambda row: round(row["completion_tokens_per_s"]),
         "GiB": lambda row: or_dash(row["peak_gib"]),
-        "largest difference of a log-probability": "logprob_difference",
+        "error of log-probabilities": lambda row: or_dash(row.get("logprob_error")),
         "of the gradient's norm": "norm_difference",
     }
     return list_rows(rows, "folds", columns)

@@ -56,7 +56,7 @@ def our_norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def our_rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    return functions.rotate(q, cos, sin), functions.rotate(k, cos, sin)
+    return functions.apply_rope(q, cos, sin), functions.apply_rope(k, cos, sin)
 
 
 def our_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ class Liger:
 
 OURS: dict[str, Pass] = {
     "RMSNorm": our_norm,
-    "SwiGLU": functions.gate,
+    "SwiGLU": functions.swiglu,
     "rotary positions": our_rotate,
     "head and loss": our_loss,
 }

@@ -25,7 +25,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from bench import tables
-from bench.other_tables import bitwise_table, other_tables, sparse_training_table
+from bench.other_tables import bitwise_table, other_tables, sparse_training_table, whole_table
 from bench.plot import plot, several_lengths
 from bench.tables import Row, read_rows
 
@@ -72,10 +72,9 @@ SECTIONS = {
     ),
     "folds-*": Section(
         "training",
-        "Completions of one prompt, as separate rows and folded",
+        "Separate and folded completions of a prompt",
         "bench/folds.py",
-        "forward and backward without an optimizer; the differences are those of random weights in "
-        "bf16",
+        "forward and backward without an optimizer, in bf16; errors are relative to separate rows",
     ),
     "power-*": Section(
         "time",
@@ -305,6 +304,7 @@ _GENERATED = {
     "peers": tables.peers_table,
     "masks": tables.masks_table,
     "training": sparse_training_table,
+    "whole": whole_table,
 }
 
 

@@ -99,6 +99,6 @@ def find_kind(
     """
     known = {**options, "window": window}
     scale, sinks = known.pop("softmax_scale", None), known.pop("sinks", None)
-    by = known.pop("sparse", None), known.pop("choose_by", None)
-    extension, tensors = find_extension(None, None, *by)
+    asked = (known.pop(name, None) for name in ("scores", "bias", "sparse", "choose_by"))
+    extension, tensors = find_extension(*asked)
     return Softmax(scale=scale, extension=extension, **known), (sinks, *tensors)

@@ -147,11 +147,7 @@ class _TokenLogprobs(torch.autograd.Function):
         check_first_derivative("token_logprobs")
         hidden, targets, lse, entropies, *weights = ctx.saved_tensors
         wanted, _, _, *of_weights = ctx.needs_input_grad
-        dhidden = hidden.new_zeros(hidden.shape) if wanted else None
-        dweights = [
-            torch.zeros_like(x, dtype=lse.dtype) if is_wanted else None
-            for x, is_wanted in zip(weights, of_weights, strict=True)
-        ]
+        dhidden, dweights = _make_gradients(hidden, weights, wanted, of_weights)
         has = targets != IGNORE_INDEX
         of_target, of_entropy = (x.where(has, 0).unsqueeze(1) for x in grads)
         with without_policies(), torch.autocast(hidden.device.type, enabled=False):
@@ -203,9 +199,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx: Any, hidden: Tensor, labels: Tensor, differentiate: bool, *weights: Tensor
     ) -> tuple[Tensor, Tensor]:
         wanted, _, _, *of_weights = (differentiate and x for x in ctx.needs_input_grad)
+        dhidden, dweights = _make_gradients(hidden, weights, wanted, of_weights)
+        entries, is_wanted = sum(map(len, weights)), wanted or any(of_weights)
+        losses = hidden.new_empty(len(labels), dtype=accumulator_dtype(hidden.dtype))
+        compute = find_passes(hidden).compute_losses
         with without_policies(), torch.autocast(hidden.device.type, enabled=False):
-            losses, grads = _differentiate(hidden, weights, labels, [wanted, *of_weights])
-        ctx.save_for_backward(*grads)
+            for rows, logits, parts in _tiles(hidden, weights):
+                losses[rows] = compute(logits, entries, labels[rows], is_wanted)
+                _add_gradients(rows, parts, hidden, weights, dhidden, dweights)
+        ctx.save_for_backward(dhidden, *dweights)
         ctx.dtype = hidden.dtype
         ctx.mark_non_differentiable(losses)
         return losses.sum(), losses
@@ -220,22 +222,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return dhidden, None, None, *dweights
 
 
-def _differentiate(
-    hidden: Tensor, weights: Sequence[Tensor], labels: Tensor, wanted: Sequence[bool]
-) -> tuple[Tensor, list[Tensor | None]]:
-    """Return the losses (N,), and the gradients of their sum that are wanted."""
-    wide, entries = accumulator_dtype(hidden.dtype), sum(map(len, weights))
-    losses = hidden.new_empty(len(labels), dtype=wide)
-    dhidden = hidden.new_empty(hidden.shape) if wanted[0] else None
-    dweights = [
-        torch.zeros_like(x, dtype=wide) if is_wanted else None
-        for x, is_wanted in zip(weights, wanted[1:], strict=True)
-    ]
-    compute = find_passes(hidden).compute_losses
-    for rows, logits, parts in _tiles(hidden, weights):
-        losses[rows] = compute(logits, entries, labels[rows], any(wanted))
-        _add_gradients(rows, parts, hidden, weights, dhidden, dweights)
-    return losses, [dhidden, *dweights]
+def _make_gradients(
+    hidden: Tensor, weights: Sequence[Tensor], wanted: bool, of_weights: Sequence[bool]
+) -> tuple[Tensor | None, list[Tensor | None]]:
+    """Return memory for the gradients that are wanted: that of hidden, and zeros in fp32 (fp64) for
+    each weight.
+    """
+    wide = accumulator_dtype(hidden.dtype)
+    pairs = zip(weights, of_weights, strict=True)
+    dweights = [torch.zeros_like(x, dtype=wide) if needs else None for x, needs in pairs]
+    return hidden.new_empty(hidden.shape) if wanted else None, dweights
 
 
 def _add_gradients(

@@ -90,11 +90,11 @@ class MobaPlan(BlockPlan):
         return [at for start, stop in spans for at in range(start, stop - size + 1, size)]
 
     def find_ends(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        of_documents = torch.tensor([start for start, _ in documents(self.problem.mask)])
-        nearest = torch.searchsorted(of_documents, self.positions, right=True) - 1
-        starts = of_documents[nearest.clamp_min(0)]
+        starts, ends = torch.tensor(documents(self.problem.mask)).T.contiguous()
+        nearest = torch.searchsorted(starts, self.positions, right=True).sub(1).clamp_min(0)
+        starts, ends = starts[nearest], ends[nearest]
         stops = starts + (self.positions - starts) // self.block_size * self.block_size
-        tokens = (stops > starts).nonzero().flatten()
+        tokens = ((stops > starts) & (self.positions < ends)).nonzero().flatten()
         return starts[tokens].to(device), tokens.to(device), stops.to(device)
 
 

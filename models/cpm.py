@@ -220,10 +220,17 @@ class CPM(SequenceParallelModule):
         they were. With a Chunk it is that of the whole sequence. Where only its keys and values
         are kept (Chunks.forward), logits are (B, 0, V). In Cache.prefill, the last chunk has those
         of the last token, (B, 1, V), on all ranks.
+
+        Raises ValueError on all ranks for two of by_token, by_row and logprobs, for one of them
+        without labels, and for last with labels.
         """
         part = find_part(self.sp, cache, mask, layout)
-        if last is not None:
-            self._check_last(last, tokens.shape[1], labels)
+        wanted = {"by_token": by_token, "by_row": by_row, "logprobs": logprobs}
+        try:
+            _check_wanted([name for name, is_wanted in wanted.items() if is_wanted], labels)
+            _check_last(last, tokens.shape[1], labels)
+        except (TypeError, ValueError) as error:
+            refuse_call(error, self.sp.process_group, self.sp.double_group)
         x = self.embed_tokens(tokens) * self.config.scale_emb
         cos, sin = self._rope_tables(positions, part)
         x = self.saving.run_all(self.layers, x, cos, sin, part, keep=(cos, sin))
@@ -240,20 +247,9 @@ class CPM(SequenceParallelModule):
         if by_token:
             return score_tokens(x, head.weight, labels)
         if logprobs:
-            of_labels, entropies = token_logprobs(x, head.weight, labels, entropies=True)
-            return of_labels, entropies
+            return token_logprobs(x, head.weight, labels, entropies=True)
         loss = linear_cross_entropy_by_row if by_row else linear_cross_entropy_sum
         return loss(x, head.weight, labels)
-
-    def _check_last(self, last: int, tokens: int, labels: Tensor | None) -> None:
-        """Raise an error on all ranks unless the last tokens can have logits."""
-        try:
-            if labels is not None:
-                raise ValueError(f"expected last={last!r} or labels, got both: leave out last")
-            if not 0 <= as_int("last", last) <= tokens:
-                raise ValueError(f"last must be 0 to {tokens}, this rank's tokens, got {last}")
-        except (TypeError, ValueError) as error:
-            refuse_call(error, self.sp.process_group, self.sp.double_group)
 
     def _rope_tables(self, positions: Tensor, part: Part) -> tuple[Tensor, Tensor]:
         """Compute cos and sin of the rotation at `positions`."""
@@ -275,3 +271,21 @@ class CPM(SequenceParallelModule):
         if not name.startswith("embed_tokens"):
             std /= self.config.width_scale**0.5
         weight.normal_(0.0, std, generator=generator)
+
+
+def _check_wanted(wanted: list[str], labels: Tensor | None) -> None:
+    """Raise ValueError for results of a forward that exclude each other or need labels."""
+    if len(wanted) > 1:
+        raise ValueError(f"expected one of {' and '.join(wanted)}, got {len(wanted)} of them")
+    if wanted and labels is None:
+        raise ValueError(f"expected labels with {wanted[0]}=True, got none")
+
+
+def _check_last(last: int | None, tokens: int, labels: Tensor | None) -> None:
+    """Raise ValueError or TypeError unless the last tokens can have logits."""
+    if last is None:
+        return
+    if labels is not None:
+        raise ValueError(f"expected last={last!r} or labels, got both: leave out last")
+    if not 0 <= as_int("last", last) <= tokens:
+        raise ValueError(f"last must be 0 to {tokens}, this rank's tokens, got {last}")

@@ -105,14 +105,13 @@ def oracle(
     v: Tensor,
     cu_seqlens: Sequence[int],
     sparse: InfLLMV2,
-    sinks: Tensor | None = None,
     choose_by: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return out (T, H, D) and lse (H, T) of whole sequences in fp64, differentiable."""
     scale = q.shape[-1] ** -0.5
     by_q, by_k = (x.detach() for x in choose_by or (q, k))
     chosen = chosen_blocks(by_q, by_k, cu_seqlens, sparse, scale)
-    return attend_to_blocks(q, k, v, cu_seqlens, chosen, sparse, sinks)
+    return attend_to_blocks(q, k, v, cu_seqlens, chosen, sparse)
 
 
 def attend_to_blocks(
@@ -122,7 +121,6 @@ def attend_to_blocks(
     cu_seqlens: Sequence[int],
     chosen: list[list[list[int]]],
     sparse: InfLLMV2,
-    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the results of `oracle` for the `chosen` blocks of each query and kv head."""
     scale = q.shape[-1] ** -0.5
@@ -138,8 +136,6 @@ def attend_to_blocks(
     scores = torch.einsum("ihd,jhd->hij", q, k) * scale
     scores = scores.masked_fill(hidden, -math.inf)
     lse = scores.logsumexp(-1)
-    if sinks is not None:
-        lse = torch.logaddexp(lse, sinks.unsqueeze(1))
     probs = (scores - lse.unsqueeze(-1)).exp()
     return torch.einsum("hij,jhd->ihd", probs, v), lse
 

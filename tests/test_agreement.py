@@ -172,10 +172,10 @@ def first_call_alone(rank: int) -> None:
     error = error_of(attempt)
     store.set(f"rank {rank} has waited", "")
     if rank:
-        reason = "RankGone: rank 0 of the group has ended, or cannot be reached at"
+        kind, reason = "RankGone", "rank 0 of the group has ended, or cannot be reached at"
     else:
-        reason = "RankLate: a call of burst_attn_func: rank 1 of the group did not make this call"
-    assert error.startswith(reason)
+        kind, reason = "RankLate", "rank 1 of the group did not make this call"
+    assert error.startswith(f"{kind}: a call of burst_attn_func: {reason}")
     assert error_of(attempt) == f"{error}; its group is unusable"
 
 

@@ -462,8 +462,8 @@ def test_a_forward_that_sends_either_side(tmp_path):
 def test_completions_as_separate_rows_and_folded(tmp_path):
     separate, folded = rows = measure(2, "folds.py --rounds 1", tmp_path)
     assert (separate["tokens"], folded["tokens"]) == (3 * (64 + 16), 63 + 3 * 17)
-    # sums of 128 terms in fp32
-    assert max(folded["logprob_difference"], folded["norm_difference"]) < 1e-3
+    # both are relative, and fp32 sums of 384 terms
+    assert max(folded["logprob_error"], folded["norm_difference"]) < 1e-4
     assert "| cpm-tiny | 4 | 2 | 64 | 3 of 16 | folded |" in other_tables.folds_table(rows)
 
 

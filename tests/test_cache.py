@@ -14,7 +14,7 @@ import torch
 
 from bmt_burst import Cache, InfLLMV2, Layout, Mask, init_sequence_parallel, nn
 from bmt_burst.base.streams import Flag
-from bmt_burst.errors import RankFailed
+from bmt_burst.errors import RankFailed, RanksDisagree
 from bmt_burst.extensions import find_kind
 from bmt_burst.kernels import few_queries
 from bmt_burst.lightning.memory import Lightning
@@ -512,7 +512,7 @@ def test_wrong_arguments_are_refused():
 def test_tensors_without_rows_or_heads_are_refused():
     x, cache = torch.randn(1, 1, 2, 8), Cache(None, 1, 10)
     for q, k in ((x[:0], x[:0]), (x, x[:, :, :0])):
-        with pytest.raises(ValueError, match=r"heads, head size.* each above 0"):
+        with pytest.raises(ValueError, match="heads and head size above 0"):
             cache.attend(0, q, k, k)
     assert cache.length == 0
 
@@ -625,13 +625,33 @@ def pass_wrong_inputs_in_the_middle(rank: int, wrong: dict[str, Any]) -> tuple[s
     [
         ({"x": torch.ones(1, 1, 15)}, "x must be (batch, tokens, 16)"),
         ({"unknown": 1}, "keyword argument 'unknown'"),
+        ({"mask": Mask.causal(1)}, "expected a Cache or a mask and layout, got both"),
     ],
-    ids=["a wrong width", "a wrong argument"],
+    ids=["a wrong width", "a wrong argument", "a mask"],
 )
 def test_wrong_inputs_of_a_layer_in_the_middle_of_new_tokens_are_reported_at_once(wrong, message):
     for text, seconds in run_ranks(2, partial(pass_wrong_inputs_in_the_middle, wrong=wrong)):
         assert message in text
         assert seconds < 60  # half of the group's timeout
+
+
+@pytest.mark.parametrize("part", ["mask", "cache"])
+@pytest.mark.parametrize(
+    "wrong", [{"x": torch.ones(1, 1, 15)}, {"unknown": 1}], ids=["a width", "an argument"]
+)
+def test_a_layer_without_ranks_tells_those_of_its_part_of_wrong_inputs(part, wrong):
+    def work(sp):
+        layer, tables = nn.BurstAttention(16, 2), nn.rope_tables(torch.zeros(1), 8)
+        given = {"x": torch.ones(1, 1, 16), "cos": tables[0], "sin": tables[1]}
+        given[part] = sp.sequence(Mask.causal(2)) if part == "mask" else Cache(sp, 1, 10)
+        expected = (TypeError, ValueError) if sp.rank else RanksDisagree
+        reason = next(iter(wrong)) if sp.rank else "rank 1 of the group failed"
+        with pytest.raises(expected, match=reason):
+            layer(**given | (wrong if sp.rank else {}))
+        return layer(**given).isfinite().all()
+
+    with torch.no_grad():
+        assert all(on_ranks(2, work))
 
 
 @pytest.mark.parametrize("kind", [find_kind(None, {})[0], Lightning((0.1, 0.2))])

@@ -434,7 +434,7 @@ WRONG = {
     ),
     "a mask": (
         lambda chunks, model: pass_tokens(chunks, model, 20, mask=Mask.causal(20)),
-        "expected a chunk or a mask and layout, got both",
+        "expected a Chunk or a mask and layout, got both",
     ),
     "other tokens": (
         attend(change=lambda *inputs: [x[:, 1:] for x in inputs]),
@@ -831,7 +831,7 @@ def test_positions_may_begin_elsewhere_repeat_and_leave_some_out():
 
 def test_chunks_of_other_ranks_than_the_model_are_refused():
     def work(sp):
-        with pytest.raises(ValueError, match="this model's 2 ranks, got Chunks of 1: pass sp"):
+        with pytest.raises(ValueError, match="this model's 2 ranks, got one of 1: make it"):
             step(Chunks(Mask.causal(60), 30, 3), build(DENSE, sp))
 
     on_ranks(2, work)

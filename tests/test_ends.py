@@ -22,7 +22,7 @@ from train.loop.measure import Clock
 from train.loop.stages import parse_run
 from train.loop.time_limit import TimeLimit
 from train.settings.config import TrainConfig
-from train.settings.values import parse_duration
+from train.settings.facts import parse_duration
 
 
 @pytest.fixture

@@ -235,4 +235,4 @@ def test_a_signal_that_killed_a_rank_first_is_no_failure(tmp_path, stop, monkeyp
     monkeypatch.setattr(launch, "_note_ended", note_late)
     line = [str(tmp_path / "rank.py"), str(tmp_path), str(-signal.SIGUSR2)]
     assert launch.launch(line, 1, lambda: "") == 0
-    assert capsys.readouterr().err == "stopped before training began\n"
+    assert capsys.readouterr().err == "starting 1 process\nstopped before training began\n"

@@ -172,7 +172,7 @@ def test_wrong_calls_are_refused_on_all_ranks():
         (
             (x, cos, cos, Cache(None, 1, 6)),
             {},
-            "ValueError: expected Cache of this model's 2",
+            "ValueError: expected a Cache of this model's 2",
         ),
         ((x, cos, cos), {"mask": Mask.full(12)}, "ValueError: .*causal documents"),
         ((x, cos, cos), {"layout": "striped"}, "ValueError: .*striped.*zigzag"),
@@ -199,7 +199,7 @@ def test_states_of_other_rows_are_refused():
     layer(x, *tables, cache)
     for wrong, message in (
         (x[:1], r"expected q of \(2, 4, 8\) rows, heads and head size.* got \(1, 4, 8\)"),
-        (x[:, :0], "tokens, heads, head size.* above 0"),
+        (x[:, :0], "the same new tokens, at least one, got 0 and 0"),
     ):
         cut = [table[: wrong.shape[1]] for table in tables]
         with pytest.raises(ValueError, match=message):

@@ -33,8 +33,7 @@ from train.cpm_live.tokenizers import AntGreedyTokenizer, BeeTokenizer
 from train.data.folder import TokenFile
 from train.data.tokenizer import load_tokenizer
 from train.loop import resume
-from train.settings.checks import check_strategy
-from train.settings.config import TrainConfig
+from train.settings.config import TrainConfig, check_strategy
 
 BEE, ANT = golden("bee").config, golden("ant").config
 EOS = 7

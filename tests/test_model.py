@@ -265,23 +265,30 @@ def test_generate_refuses_in_a_line(capsys):
 
 
 @pytest.mark.parametrize(
-    ("last", "with_labels", "message"),
+    ("wanted", "with_labels", "message"),
     [
-        (6, False, "last must be 0 to 5, this rank's tokens, got 6"),
-        (-1, False, "last must be 0 to 5, this rank's tokens, got -1"),
-        (True, False, "last must be a whole number, got True"),
-        (0, True, "expected last=0 or labels, got both: leave out last"),
+        ({"last": 6}, False, "last must be 0 to 5, this rank's tokens, got 6"),
+        ({"last": -1}, False, "last must be 0 to 5, this rank's tokens, got -1"),
+        ({"last": True}, False, "last must be a whole number, got True"),
+        ({"last": 0}, True, "expected last=0 or labels, got both: leave out last"),
+        ({"logprobs": True}, False, "expected labels with logprobs=True, got none"),
+        ({"by_row": True}, False, "expected labels with by_row=True, got none"),
+        (
+            {"by_token": True, "logprobs": True},
+            True,
+            "expected one of by_token and logprobs, got 2 of them",
+        ),
     ],
 )
-def test_wrong_numbers_of_logits_raise_on_all_ranks(last, with_labels, message):
+def test_wrong_wishes_for_results_raise_on_all_ranks(wanted, with_labels, message):
     tokens = torch.zeros(1, 5, dtype=torch.int64)
     labels = tokens if with_labels else None
 
     def work(ring):
         model = CPM(SMALL, SequenceParallel(ring.rank, 2, process_group=ring))
-        wrong = None if ring.rank else last  # on the first rank
+        wrong = {} if ring.rank else wanted  # on the first rank
         with pytest.raises((TypeError, ValueError)) as caught:
-            model(tokens, torch.arange(5), labels, last=wrong)
+            model(tokens, torch.arange(5), labels, **wrong)
         return str(caught.value)
 
     for said in simulate(2, work):

@@ -13,8 +13,8 @@ from tests.launcher import run_ranks, run_script
 from train.base import ranks
 from train.loop.inputs import check_same_data
 from train.run import output_folder
-from train.run.distributed import shared_options
 from train.settings.config import TrainConfig
+from train.settings.settings import shared_options
 
 
 def refused(start: str):

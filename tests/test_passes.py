@@ -137,11 +137,11 @@ def test_the_specification_is_that_of_torch():
     assert all(map(torch.allclose, grads, (dx + up, dweight)))
 
 
-@pytest.mark.parametrize("function", ["rotate", "gate", "rms_norm"])
+@pytest.mark.parametrize("function", ["apply_rope", "swiglu", "rms_norm"])
 def test_functions_without_values_have_the_shapes_of_results(function):
     x = torch.empty(2, 5, 3, 8, device="meta", requires_grad=True)
     tables = rope_tables(torch.arange(5), 8)
-    others = {"rotate": tables, "gate": (x,), "rms_norm": (x.new_empty(8), 1e-5)}
+    others = {"apply_rope": tables, "swiglu": (x,), "rms_norm": (x.new_empty(8), 1e-5)}
     result = getattr(functions, function)(x, *others[function])
     result.sum().backward()
     assert result.shape == x.shape == x.grad.shape
@@ -155,8 +155,8 @@ def test_passes_are_found_by_device_and_dtype():
 def test_arguments_that_do_not_fit_are_torchs():
     """Kernels would read outside of them. Tensors on meta stand for those on GPUs."""
     x, small = torch.empty(3, 4, device="meta"), torch.empty(4, device="meta")
-    assert functions.gate(x, small).shape == functions.gate(small, x).shape == (3, 4)
+    assert functions.apply_gate(x, small).shape == functions.apply_gate(small, x).shape == (3, 4)
     with pytest.raises(RuntimeError, match="shape"):
         functions.rms_norm(x, small[:3], 1e-5)
     with pytest.raises(RuntimeError, match=r"size|broadcast"):
-        functions.rotate(x.new_empty(4, 2, 5), small[:, None], small[:, None])
+        functions.apply_rope(x.new_empty(4, 2, 5), small[:, None], small[:, None])

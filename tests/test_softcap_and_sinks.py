@@ -162,7 +162,7 @@ def test_a_layer_caps_scores_and_has_sinks_with_and_without_a_cache(window, soft
     plain.load_state_dict({name: p for name, p in layer.state_dict().items() if name != "sinks"})
     x = torch.randn(2, 11, 24, dtype=torch.float64)
     cos, sin = nn.rope_tables(torch.arange(11), layer.head_dim)
-    whole, qkv = layer(x, cos, sin), layer.project(x, cos, sin)
+    whole, qkv = layer(x, cos, sin), layer.project_all(x, cos, sin)[:3]
     mask = Mask.causal(11) if window is None else Mask.window(11, window)
     tensors = [*(y.detach() for y in qkv), torch.zeros(2, 11, 4, 6)]
     exact, *_ = dense_results(mask, tensors, 6**-0.5, softcap=softcap, sinks=layer.sinks)

@@ -1,4 +1,7 @@
-"""Sparse attention equals its definition on any number of ranks, and chooses the same blocks."""
+"""InfLLM-V2: its choice of blocks, what excludes it, what recomputations keep, and its layers.
+
+tests/conformance/test_extensions.py compares its attention with the definition, on many ranks.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,6 @@ from bmt_burst import (
     InfLLMV2,
     Layout,
     Mask,
-    Scores,
-    Slice,
     burst_attn_func,
     burst_attn_kvpacked_func,
     burst_attn_varlen_func,
@@ -40,7 +41,7 @@ from bmt_burst.spec import Spec
 from bmt_burst.transport import ALONE
 from tests.cases import made_layout, random_qkv
 from tests.reference import assert_close
-from tests.rings import ring_output, ring_results
+from tests.rings import ring_results
 from tests.sparse import (
     RELEASED,
     Case,
@@ -60,8 +61,6 @@ SMALL = InfLLMV2(
     dense_len=-1,
 )
 BY_OTHERS = dataclasses.replace(SMALL, use_nope=True)
-SCORES = Scores.by_distance(Mask.causal(64), torch.zeros(3, dtype=torch.int32))
-BIASED = {"scores": SCORES, "bias": torch.zeros(1, 2).double()}
 KEYS = torch.ones(1, 32, 1, 8, dtype=torch.float64)
 QUERIES = KEYS.expand(1, 32, 2, 8)
 # float64 sums of some hundred terms of about 1
@@ -80,21 +79,18 @@ def lse_gradient(dout):
 
 
 def attend(layout, tensors, inner=None, **options):
-    """Return out, lse, dq, dk, dv (and dsinks) of simulated ranks, for whole sequences."""
+    """Return out, lse, dq, dk and dv of simulated ranks, for whole sequences."""
     given = {"causal": "mask" not in options, "dlse": lse_gradient(tensors[-1])}
     return ring_results(layout, tensors, tensors[0].shape[-1] ** -0.5, inner, **given | options)
 
 
-def expected(tensors, cu_seqlens, sparse, sinks=None):
+def expected(tensors, cu_seqlens, sparse):
     """Return the results of `attend`, from the definition."""
     *leaves, dout = tensors
     leaves = [x.clone().requires_grad_() for x in leaves]
-    if sinks is not None:
-        sinks = sinks.clone().requires_grad_()
-    rows = [oracle(*row, cu_seqlens, sparse, sinks) for row in zip(*leaves, strict=True)]
+    rows = [oracle(*row, cu_seqlens, sparse) for row in zip(*leaves, strict=True)]
     out, lse = (torch.stack(parts) for parts in zip(*rows, strict=True))
-    wanted = leaves if sinks is None else [*leaves, sinks]
-    grads = torch.autograd.grad((out, lse), wanted, (dout, lse_gradient(dout)))
+    grads = torch.autograd.grad((out, lse), leaves, (dout, lse_gradient(dout)))
     return out.detach(), lse.detach(), *grads
 
 
@@ -114,84 +110,6 @@ def test_choices_are_those_of_the_definition(seed):
     for row, of_query in zip(found[0].tolist(), exact, strict=True):
         padded = [[*blocks, *[-1] * (len(row[0]) - len(blocks))] for blocks in of_query]
         assert row == padded
-
-
-@pytest.mark.parametrize(("size", "seed"), [(1, 0), (2, 0), (3, 1), (4, 1), (8, 0), (8, 1)])
-def test_ranks_equal_the_definition(size, seed):
-    chance = random.Random(10 * seed + size)
-    case = random_case(chance)
-    while case.cu_seqlens[-1] < size:
-        case = random_case(chance)
-    tensors, mask = make_inputs(case, seed), Mask.documents(case.cu_seqlens)
-    layout = made_layout(chance.choice(("zigzag", "striped", "contiguous", "balanced")), mask, size)
-    exact = expected(tensors, case.cu_seqlens, case.sparse)
-    got = attend(
-        layout,
-        tensors,
-        mask=mask,
-        sparse=case.sparse,
-        strategy=chance.choice(("auto", "ring", "all-gather", "plain-ring")),
-        group_bytes=chance.choice((0, 1000, 1 << 20)),
-    )
-    check(got, exact, tensors, what=(case, layout))
-
-
-@pytest.mark.parametrize("strategy", strategies.names())
-def test_every_strategy_computes_what_is_near(strategy):
-    """Documents have about as many tokens as a query may choose, which is where the far part
-    begins. Ulysses needs as many kv heads as ranks.
-    """
-    most, inner = SMALL.exact_tokens, 2
-    lengths = most - 1, 1, most, most + 1, 3, most + SMALL.block_size + 1
-    cu_seqlens = tuple(itertools.accumulate(lengths, initial=0))
-    mask, tensors = Mask.documents(cu_seqlens), random_qkv(1, cu_seqlens[-1], 4, 2, 8)
-    double = strategy in ("ring", "all-gather", "usp")
-    exact = expected(tensors, cu_seqlens, SMALL)
-    for name in ("zigzag", "balanced"):
-        layout = made_layout(name, mask, 4 if double else 2)
-        got = attend(layout, tensors, inner, mask=mask, sparse=SMALL, strategy=strategy)
-        check(got, exact, tensors, what=name)
-
-
-def test_documents_that_see_no_more_blocks_than_they_may_choose_are_dense():
-    most = SMALL.exact_tokens
-    mask, tensors = Mask.documents((0, most, most + 9)), random_qkv(1, most + 9, 2, 1, 8)
-    layout = Layout.zigzag(most + 9, 2)
-    sparse = attend(layout, tensors, mask=mask, sparse=SMALL)
-    dense = attend(layout, tensors, mask=mask)
-    assert all(a.equal(b) for a, b in zip(sparse, dense, strict=True))
-
-
-def test_a_batch_has_a_choice_for_each_row_and_sinks_enlarge_the_divisor():
-    tensors, sinks = random_qkv(2, 70, 4, 1, 8), torch.randn(4, dtype=torch.float64)
-    got = attend(Layout.zigzag(70, 3), tensors, sinks=sinks, sparse=SMALL, deterministic=True)
-    exact = expected(tensors, (0, 70), SMALL, sinks)
-    check(got, exact, tensors)
-
-
-def test_rows_have_masks_of_their_own():
-    tensors, rows = random_qkv(2, 60, 2, 1, 8), [(0, 60), (0, 13, 60)]
-    masks = [Mask.documents(cu_seqlens) for cu_seqlens in rows]
-    got = ring_output(Layout.zigzag(60, 2), tensors[:3], mask=masks, sparse=SMALL)
-    for row, cu_seqlens in enumerate(rows):
-        exact, _ = oracle(*(x[row] for x in tensors[:3]), cu_seqlens, SMALL)
-        assert (got[row] - exact).abs().max() < EXACT
-
-
-def test_padding_sees_nothing():
-    """Tokens in no document have an output of 0 and no gradient."""
-    tensors = random_qkv(1, 70, 4, 2, 8)
-    mask = Mask(70, tuple(Slice(span, span, low=0) for span in ((0, 40), (45, 62))))
-    out, lse, *grads = attend(Layout.zigzag(70, 3), tensors, mask=mask, sparse=SMALL)
-    for a, b in ((0, 40), (45, 62)):
-        part = [x[:, a:b] for x in tensors]
-        exact = expected(part, (0, b - a), SMALL)
-        got = out[:, a:b], lse[:, :, a:b], *(x[:, a:b] for x in grads)
-        check(got, exact, part)
-    for x in (out, *grads):
-        assert not x[:, 40:45].any()
-        assert not x[:, 62:].any()
-    assert (choose(tensors[0], tensors[1], mask, SMALL)[0, 62:] == -1).all()
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -314,14 +232,10 @@ def test_packed_and_varlen_functions_are_sparse_too():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"causal": False}, "causal=True or a mask of causal documents with sparse, got none"),
-        ({"mask": Mask.window(64, 8), "causal": False}, "needs causal documents"),
-        ({"softcap": 2.0}, "sparse or softcap, got both"),
         ({"sparse": 3}, "sparse must be an Extension, such as InfLLMV2(), got int"),
         ({"sparse": BY_OTHERS}, "choose_by together with use_nope"),
         ({"choose_by": (torch.ones(1), torch.ones(1))}, "expected queries of choose_by of shape"),
         ({"choose_by": torch.ones(1)}, "choose_by must be a pair of queries and keys, got Tensor"),
-        ({**BIASED, "causal": False}, "sparse or a bias, got both"),
         (
             {"sparse": BY_OTHERS} | {"choose_by": (QUERIES, QUERIES)},
             "keys of choose_by of shape (1, 32, 1",
@@ -330,7 +244,6 @@ def test_packed_and_varlen_functions_are_sparse_too():
             {"sparse": BY_OTHERS} | {"choose_by": (QUERIES, KEYS.long())},
             "must be floating point, got torch",
         ),
-        ({"sparse": dataclasses.replace(SMALL, topk=4)}, "ranks differ in sparse"),
         ({"strategy": "ulysses"}, "ulysses"),
     ],
 )
@@ -616,8 +529,8 @@ def test_a_layer_chooses_by_queries_and_keys_before_rotation():
     layer = BurstAttention(32, 4, 2, 8, qk_norm_eps=1e-6, sparse=BY_OTHERS).double()
     torch.nn.init.normal_(layer.q_norm.weight)
     x, (cos, sin) = torch.randn(1, 70, 32, dtype=torch.float64), rope_tables(torch.arange(70), 8)
-    q, k, v = (t[0] for t in layer.project(x, cos, sin))
-    plain = [t[0] for t in layer.project(x, torch.ones_like(cos), torch.zeros_like(sin))]
+    q, k, v = (t[0] for t in layer.project_all(x, cos, sin)[:3])
+    plain = [t[0] for t in layer.project_all(x, torch.ones_like(cos), torch.zeros_like(sin))[:3]]
     exact, _ = oracle(q, k, v, (0, 70), SMALL, choose_by=plain[:2])
     by_rotated, _ = oracle(q, k, v, (0, 70), SMALL)
     assert not torch.allclose(exact, by_rotated)
@@ -627,7 +540,7 @@ def test_a_layer_chooses_by_queries_and_keys_before_rotation():
         in_pieces(layer, x, cos, sin, Cache(None, 1, 70)),
     ):
         assert (found[0] - exact).abs().max() < EXACT
-    q, k, v = layer.project(x, cos, sin)
+    q, k, v = layer.project_all(x, cos, sin)[:3]
     chunks = Chunks(Mask.causal(70), 70, 1).forward(last=True)
     for part in (Cache(None, 1, 70), next(chunks)):
         for given, message in (
@@ -664,11 +577,6 @@ def test_a_cache_adds_each_key_up_once(monkeypatch):
     assert found.normalizing.equal(whole.normalizing)
 
 
-def test_a_layer_refuses_what_excludes_sparse_attention():
-    for options, message in (
-        ({"window": 3}, "expected sparse or window"),
-        ({"softcap": 2.0}, "expected sparse or softcap"),
-        ({"sparse": "InfLLMV2"}, "sparse must be an Extension, such as .*, got str"),
-    ):
-        with pytest.raises((TypeError, ValueError), match=message):
-            BurstAttention(32, 4, **{"sparse": SMALL, **options})
+def test_a_layer_refuses_what_is_no_extension():
+    with pytest.raises(TypeError, match=r"sparse must be an Extension, such as .*, got str"):
+        BurstAttention(32, 4, sparse="InfLLMV2")

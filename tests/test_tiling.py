@@ -185,5 +185,3 @@ def test_what_is_known_of_a_layout_is_shared_between_masks():
     ):
         assert other._owners is first._owners
     assert first.with_mask(Mask.full(24)).mask == Mask.full(24)
-    other = Tiling(Mask.causal(9, kv_len=24), Layout.zigzag(9, 3), Layout.zigzag(24, 3))
-    assert other.transposed._viewers is other._owners

@@ -631,10 +631,19 @@ REFUSED = [  # what is wrong on all ranks, and how its error begins
         "position_ids rise by one across a border of attention_mask: let them start again there",
     ),
     ({"cu_seq_lens_q": BOUNDS}, "cu_seq_lens_q names documents of one row, got a batch of 2"),
-    ({**ROW, "cu_seq_lens_k": IDS}, "cu_seq_lens_k must be integers (documents + 1,), got shape"),
-    ({**ROW, "cu_seq_lens_q": BOUNDS / 1}, "cu_seq_lens_q must be integers (documents + 1,), got"),
-    ({**ROW, "cu_seq_lens_q": BOUNDS[:2]}, "cu_seq_lens_q must rise from 0 to 37, got [0, 30]"),
-    ({**ROW, "cu_seq_lens_q": BOUNDS[1:]}, "cu_seq_lens_q must rise from 0 to 37, got [30, 37]"),
+    ({**ROW, "cu_seq_lens_k": IDS}, "cu_seq_lens_k must be a tensor of integers of one dimension"),
+    (
+        {**ROW, "cu_seq_lens_q": BOUNDS / 1},
+        "cu_seq_lens_q must be a tensor of integers of one dimension",
+    ),
+    (
+        {**ROW, "cu_seq_lens_q": BOUNDS[:2]},
+        "cu_seq_lens_q must end at 37, the number of tokens, got 30",
+    ),
+    (
+        {**ROW, "cu_seq_lens_q": BOUNDS[1:]},
+        "cu_seq_lens_q must be (0, ..., tokens) with at least one",
+    ),
     (
         {**ROW, "cu_seq_lens_q": BOUNDS, "max_length_q": 29},
         "max_length_q is 29, but cu_seq_lens_q has a document of 30 tokens",

@@ -243,9 +243,13 @@ def test_layers_take_it_as_their_cache_on_their_ranks_only():
         layer, x = nn.BurstAttention(16, 2, sp=sp), torch.zeros(1, 24, 16)
         tables = nn.rope_tables(torch.arange(24), 8)
         alone = SequenceParallel().sequence(MASK)
-        with pytest.raises(ValueError, match="expected a sequence of this model's 2 ranks, got"):
+        with pytest.raises(
+            ValueError, match="expected a WholeSequence of this model's 2 ranks, got"
+        ):
             layer(x, *tables, cache=alone)
-        with pytest.raises(ValueError, match="expected a sequence or a mask and layout, got both"):
+        with pytest.raises(
+            ValueError, match="expected a WholeSequence or a mask and layout, got both"
+        ):
             layer(x, *tables, cache=sp.sequence(MASK), mask=MASK)
 
     on_ranks(2, work)
@@ -336,7 +340,9 @@ def test_long_masks_of_hosts_with_many_ranks_are_compared():
 def test_a_sequence_of_other_ranks_than_the_layers_is_refused():
     def work(sp):
         alone = SequenceParallel().sequence(MASK)
-        with pytest.raises(ValueError, match="expected a sequence of this model's 2 ranks, got"):
+        with pytest.raises(
+            ValueError, match="expected a WholeSequence of this model's 2 ranks, got"
+        ):
             nn.find_part(sp, mask=alone)
 
     on_ranks(2, work)

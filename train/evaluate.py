@@ -43,12 +43,12 @@ from train.evaluation.tasks import Grid, Result, Subject, write_report
 from train.loop.building import make_engine, make_groups
 from train.loop.inputs import warn_of_length
 from train.run import ending
-from train.run.distributed import init_distributed, shared_options
+from train.run.distributed import init_distributed
 from train.run.launch import launch
 from train.run.watchdog import Watchdog
-from train.settings.checks import check_layers
-from train.settings.config import TrainConfig
+from train.settings.config import TrainConfig, check_layers
 from train.settings.options import SourcesAction, add_options
+from train.settings.settings import shared_options
 from train.trained.model import Trained, open_trained
 
 _PROGRAM = "evaluate.py"
@@ -183,8 +183,8 @@ def _take_lengths(lengths: tuple[int, ...] | None, settings: dict[str, Any]) -> 
 
 def _find_shared(request: argparse.Namespace) -> dict[str, Any]:
     """Return the options that must be equal on all ranks."""
-    names = ("run", "tokenizer", "text", "data", "tasks")
-    own = {name: getattr(request, name) for name in names} | request.grid
+    own = {name: getattr(request, name) for name in ("run", "text", "data", "tasks")}
+    own |= {"tokenizer": request.tokenizer and Path(request.tokenizer), **request.grid}
     own["needles"] = own.pop("hidden", None)
     if "lengths" in request.grid:
         own["seq_len"] = None  # it follows from them

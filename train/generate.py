@@ -47,13 +47,13 @@ from train.generation.text_rules import TextRules
 from train.loop import resume
 from train.registry import load
 from train.run import ending
-from train.run.distributed import choose_device, init_distributed, rank_timeout, shared_options
+from train.run.distributed import choose_device, init_distributed, rank_timeout
 from train.run.launch import launch
 from train.run.watchdog import Watchdog
 from train.settings.config import TrainConfig
 from train.settings.kinds import ModelConfig, config_of, kind_of
 from train.settings.options import add_options
-from train.settings.settings import DTYPES
+from train.settings.settings import DTYPES, shared_options
 from train.trained.model import checkpoint_tokenizer, open_trained
 from train.trained.texts import begin_token, folder_stops, lacking_tokens, run_stops
 

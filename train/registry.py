@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -27,7 +27,6 @@ class Kind:
     batches     deals the sequences of `data` to ranks (train.data.batches.Dealer)
     generator   answers a prompt (train.generation.decoding.Generator)
     own         field names that only its configurations have, for files without a model_type
-    refused     options that have no meaning for such a model, each with the reason
     """
 
     name: str
@@ -41,21 +40,7 @@ class Kind:
     batches: str
     generator: str
     own: frozenset[str]
-    refused: Mapping[str, str] = field(default_factory=dict)
 
-
-_INSTANCES_REFUSE = {
-    "documents": "its instances say which tokens see each other",
-    "bos": "its instances say themselves how they begin",
-    "rope_theta": "it has no rotary positions",
-    "rope_scaling": "it has no rotary positions",
-    "window": "its layers have no windows",
-    "fp8": "its blocks are not converted",
-    "chunk": "its attention has a bias",
-    "sparse": "its attention has a bias",
-    "eval_tasks": "the tasks are texts to continue",
-    "untie": "its head is its embeddings",
-}
 
 # The first kind reads documents. The others read instances of their own.
 KINDS = (
@@ -84,7 +69,6 @@ KINDS = (
         batches="train.cpm_live.batches:BeeBatches",
         generator="train.cpm_live.generate:fill_in",
         own=frozenset({"position_bias_num_segment_buckets"}),
-        refused=_INSTANCES_REFUSE,
     ),
     Kind(
         "cpm-ant",
@@ -101,7 +85,6 @@ KINDS = (
         batches="train.cpm_live.batches:AntBatches",
         generator="train.cpm_live.generate:continue_text",
         own=frozenset({"prompt_types", "prompt_length", "segment_types"}),
-        refused=_INSTANCES_REFUSE,
     ),
 )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from numbers import Integral, Real
 from typing import Any, TypeVar
 
@@ -39,6 +39,13 @@ def as_count(name: str, value: Any) -> int:
     if (count := as_int(name, value)) < 1:
         raise ValueError(f"{name} must be at least 1, got {count}")
     return count
+
+
+def check_iterable(name: str, values: Any) -> Iterable[Any]:
+    """Return `values`. Raises TypeError unless they can be read as a sequence of numbers."""
+    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
+        raise TypeError(f"{name} must be a sequence of whole numbers, got {type(values).__name__}")
+    return values
 
 
 def as_float(name: str, value: Any) -> float:

@@ -83,12 +83,6 @@ class Bias(Extension):
             raise ValueError(f"bias must have {needed} rows, as scores need, got {len(bias)}")
         return replace(self, kernel=pick(call.kernel, call.q, call.k, call.spec))
 
-    def in_chunks(self, masks: Sequence[Mask]) -> Self | None:
-        raise ValueError(
-            "a bias has no chunks, prompts or new tokens, since its scores are of a whole "
-            "sequence: compute it in one call"
-        )
-
     def terms(self, tensors: Tensors) -> dict[str, Any]:
         assert self.kernel, "the extension is bound"
         return {

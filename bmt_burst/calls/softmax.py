@@ -90,8 +90,7 @@ class SoftmaxAttention:
             checked["window"] = as_count("window", self.window)
             if self.extension is not None:
                 raise ValueError(f"expected a window or {self.extension.name}, got both")
-        for name, value in checked.items():
-            object.__setattr__(self, name, value)
+        vars(self).update(checked)
 
     def attend(self, part: WholeSequence, q: Tensor, k: Tensor, v: Tensor, *tensors: Any) -> Tensor:
         """Return the attention of a whole sequence: (B, S_local, H, D of v)."""
@@ -237,9 +236,11 @@ def attend(
 
     Raises on every rank if arguments are wrong on any rank.
     """
+    keys = (k, v) if past is None else (past.k, past.v, k, v)
+    given = (q, *keys, *tensors)
 
     def check() -> tuple[Terms, Request]:
-        request = _find_request(rings, sequence, kind, q, k, v, tensors, past)
+        request = _find_request(rings, sequence, kind, given, tensors)
         return request.terms, request
 
     def run(request: Request, lines: tuple[bytes, ...]) -> tuple[Tensor, Tensor]:
@@ -259,7 +260,7 @@ def reserve_ahead(
     v: Tensor,
     terms: dict[str, Any],
     with_backward: bool,
-    tensors: Sequence[Any] = (),
+    tensors: Sequence[Any],
 ) -> None:
     """Reserve memory for calls of such tensors, with other numbers of tokens. Keep their plans.
 
@@ -275,7 +276,7 @@ def reserve_ahead(
 
     def find(sequence: WholeSequence, recomputes: bool = False) -> Request:
         with KeptResults([], recomputes):
-            return _find_request(rings, sequence, kind, q, k, v, tensors)
+            return _find_request(rings, sequence, kind, (q, k, v, *tensors), tensors)
 
     def check() -> tuple[Terms, Request]:
         first = find(next(iter(find_sequences())))
@@ -322,20 +323,18 @@ def _find_request(
     rings: Rings,
     sequence: WholeSequence,
     kind: SoftmaxAttention,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    tensors: Sequence[Any] = (),
-    past: Past | None = None,
+    given: Sequence[Any],
+    tensors: Sequence[Any],
 ) -> Request:
-    """Return the request of a call. Raises TypeError or ValueError if an argument is wrong."""
-    given = (q, k, v, *tensors) if past is None else (q, past.k, past.v, k, v, *tensors)
+    """Return the request of a call. Raises TypeError or ValueError if an argument is wrong.
+
+    given    all tensors: q, all keys and values, the call's own ones if they are the last of a
+             past, and `tensors`
+    tensors  the sinks and those of the extension
+    """
     check_transforms("burst_attn_func", *(x for x in given if isinstance(x, Tensor)))
-
-    def check() -> Request:
-        return _check_call(rings, sequence, kind, given, tensors)
-
-    options = kind, past is None, kind.extension and is_recomputing()
+    options = kind, len(tensors), kind.extension and is_recomputing()
+    check = functools.partial(_check_call, rings, sequence, kind, given, tensors)
     return find_request(rings, sequence, options, given, check)
 
 
@@ -346,9 +345,7 @@ def _check_call(
     given: Sequence[Any],
     tensors: Sequence[Any],
 ) -> Request:
-    """Return the request of a call with the tensors `given`, of which the first three are q and all
-    keys and values. `tensors` are the sinks and those of the extension.
-    """
+    """Return the request of a call whose arguments are new, as `_find_request`."""
     (q, k, v), extension = given[:3], kind.extension
     sinks, *others = tensors or (None,)
     form = check_inputs(q, k, v, sinks, sequence.packed)
@@ -394,6 +391,7 @@ def _check_call(
         **of_extension,
     }
     counts = (x.shape[1] * max(rows.stacked, 1) for x in (q, k))
+    terms = Terms(CALL, shared, dict(zip(_OWN, counts, strict=True)))
     sizes = Sizes(
         batch=1 if rows.stacked else batch,
         heads=heads,
@@ -402,7 +400,6 @@ def _check_call(
         dtype=q.dtype,
         partial=kernel.partial_dtype(q.dtype),
     )
-    terms = Terms(CALL, shared, dict(zip(_OWN, counts, strict=True)))
     of_call = spec, kernel, sizes, q.device, needs_gradient
     return Request(terms, kind, form, rows, extension, *of_call)
 

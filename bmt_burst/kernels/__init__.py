@@ -1,10 +1,7 @@
 """Block kernels: attention of some queries to some keys, in the tiles of a `KernelCall`.
 
-`Kernel` below is the contract, `reference` its specification.
-
-To add a kernel, write `kernels/NAME.py` with a subclass of Kernel, and add one line to `_BACKENDS`.
-If it knows no tiles, derive it from `tile_by_tile.PlainKernel`, as `torch_ops` does. If it calls
-functions of variable length, use `packed` for their arguments.
+`Kernel` below is the contract, `reference` its specification. Kernels that know no tiles derive
+from `tile_by_tile.PlainKernel`. `packed` has the arguments of functions of variable length.
 """
 
 from __future__ import annotations

@@ -34,8 +34,15 @@ class Softmax(SoftmaxAttention):
     """Softmax attention as a kind of layer, with its memory."""
 
     def memory(self, room: Room, q: Tensor, k: Tensor, v: Tensor, *tensors: Any) -> KeyMemory:
-        make = KeyMemory if self.extension is None else self.extension.memory or KeyMemory
-        return make(self, room, k, v)
+        if (extension := self.extension) is None:
+            return KeyMemory(self, room, k, v)
+        if extension.memory is None:
+            raise ValueError(
+                f"{extension.name} has no chunks, prompts or new tokens: compute the whole "
+                "sequence in one call"
+            )
+        made: KeyMemory = extension.memory(self, room, k, v)
+        return made
 
     def spec(self, q: Tensor) -> Spec:
         return self.make_spec(q.shape[-1], q.shape[-1], q.dtype)
@@ -152,7 +159,7 @@ class KeyMemory(Memory):
         sinks, *others = tensors or (None,)
         self.add(new, k, v)
         parts = self._attend_part(new, q, k, *others)
-        out, lse = new.merge(parts, q, k, v, q.dtype if sinks is None else None)
+        out, lse = new.merge(parts, q, q.dtype if sinks is None else None)
         if sinks is not None:
             out = decoded_with_sinks(out, lse.transpose(1, 2), sinks).to(q.dtype)
         return out

@@ -113,31 +113,25 @@ class NewTokens:
             starts = torch.searchsorted(self.positions.on_host, hidden, right=True).tolist()
         return [[start, stop] for start, stop in zip(starts, self.stops, strict=True)]
 
-    def merge(
-        self, parts: Partials, q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype | None
-    ) -> tuple[Tensor, Tensor]:
+    def merge(self, parts: Partials, q: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
         """Merge all ranks' partial results in rank order. Return out (B, S, H, D), by default in
-        the accumulator's dtype, and lse (B, S, H). The first layer also compares, as `compare`.
+        the accumulator's dtype, and lse (B, S, H).
         """
         few, wide, rows = find_kernels(q), accumulator_dtype(q.dtype), q.shape[:-1]
         if self.rings.size > 1:
-            sizes = [q.numel(), rows.numel()]
-            signs = self._sign(k, v) if self.differs is None else q.new_empty(0)
-            mine = q.new_empty(sum(sizes) + signs.numel(), dtype=wide)
-            out, lse, rest = mine.split([*sizes, signs.numel()])
+            sizes = q.numel(), rows.numel()
+            mine = q.new_empty(sum(sizes), dtype=wide)
+            out, lse = mine.split(sizes)
             few.merge(parts, out.view(q.shape), lse.view(rows))
-            rest.copy_(signs.flatten())
-            outs, lses, rest = self.rings.gather_equal(mine).split([*sizes, signs.numel()], 1)
+            outs, lses = self.rings.gather_equal(mine).split(sizes, 1)
             parts = outs.view(-1, *q.shape), lses.view(-1, *rows)
-            if self.differs is None:
-                self.differs = _differ(rest.view(-1, *signs.shape), v.dtype)
         out, lse = q.new_empty(q.shape, dtype=dtype or wide), q.new_empty(rows, dtype=wide)
         few.merge(parts, out, lse)
         return out, lse
 
     def compare(self, k: Tensor, v: Tensor) -> None:
-        """Set `differs` by the keys and values (B, S, G, D) of a layer, and the given positions.
-        The host does not wait for it.
+        """Set `differs` by the keys and values (B, S, G, D) of the first layer, and the given
+        positions. The host does not wait for it.
         """
         if self.rings.size > 1 and self.differs is None:
             signs = self._sign(k, v)

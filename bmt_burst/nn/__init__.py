@@ -1,14 +1,14 @@
-"""Layers: rotary embedding by explicit positions, SwiGLU, and sequence parallel self-attention.
+"""Layers: rotary embedding by explicit positions, SwiGLU (both of `fused/functions.py`), and
+sequence parallel self-attention.
 
-functions  rotary embedding, SwiGLU
 heads      the base of layers: projections to heads and back, gates, the part that they compute
 attention  softmax attention
 lightning  lightning attention
 """
 
+from ..fused.functions import apply_rope, rope_frequencies, rope_tables, rotations, swiglu
 from ..sequence.rows import Layouts, Masks
 from .attention import BurstAttention
-from .functions import apply_rope, rope_frequencies, rope_tables, rotations, swiglu
 from .heads import Part, SelfAttention, SequenceParallelModule, find_part
 from .lightning import LightningAttention
 

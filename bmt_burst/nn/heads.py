@@ -15,15 +15,12 @@ from torch import Tensor, nn
 from ..base.arguments import as_bool, as_int, as_positive
 from ..base.compiled import not_compiled
 from ..calls.refusal import CALL, refuse_wrong_arguments
-from ..fused import functions
-from ..fused.functions import RMSNorm
+from ..fused.functions import RMSNorm, apply_gate, apply_rope
 from ..memories.protocol import Kind, Part
 from ..parts.cache import Cache
-from ..parts.chunks import Chunk
 from ..ranks.agreement import refuse
 from ..ranks.sequence_parallel import SequenceParallel, WholeSequence, check_sp
 from ..sequence.rows import Layouts, Masks
-from .functions import apply_rope
 
 # Errors of wrong inputs. Not Exception: checkpointing stops a recomputation with one.
 _WRONG_INPUTS = (TypeError, ValueError, AttributeError, IndexError, RuntimeError)
@@ -109,7 +106,9 @@ class SelfAttention(SequenceParallelModule):
 
     @functools.partial(
         refuse_wrong_arguments,
-        refuse=lambda error, _, args, named: args[0]._refuse(error, named.get("cache")),
+        refuse=lambda error, _, args, named: args[0]._refuse(
+            error, named.get("cache"), named.get("mask")
+        ),
     )
     def forward(
         self,
@@ -132,7 +131,7 @@ class SelfAttention(SequenceParallelModule):
             self._check_inputs(x, cos, sin)
             q, k, v, choose_by = self.project_all(x, cos, sin)
         except _WRONG_INPUTS as error:
-            self._refuse(error, cache)
+            self._refuse(error, cache, mask)
         attended = self.attend(q, k, v, find_part(self.sp, cache, mask, layout), choose_by)
         return self.o_proj(self.gate_heads(attended, x))
 
@@ -158,14 +157,8 @@ class SelfAttention(SequenceParallelModule):
         """Return the tensors that the kind takes besides q, k and v."""
         return ()
 
-    def _refuse(self, error: Exception, part: Part | None = None) -> NoReturn:
-        """Raise `error` instead of a call. The other ranks raise RanksDisagree, or in the middle of
-        new tokens RankFailed.
-        """
-        doing = f"a call of {type(self).__name__}"
-        if isinstance(part, Cache):
-            part._refuse(error, doing)
-        refuse(self.sp.rings, doing, error)
+    def _refuse(self, error: Exception, *parts: Any) -> NoReturn:
+        _refuse_call(error, self.sp, parts, f"a call of {type(self).__name__}")
 
     def _check_inputs(self, x: Tensor, cos: Tensor | None, sin: Tensor | None) -> None:
         tables = (("cos", cos), ("sin", sin)) if self.rotary else ()
@@ -184,14 +177,10 @@ class SelfAttention(SequenceParallelModule):
                     f"positions of x, got shape {tuple(given.shape)}"
                 )
 
-    def project(
-        self, x: Tensor, cos: Tensor | None = None, sin: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q (B, S, H, D) and k (B, S, G, D), as the layer attends with them, and v."""
-        return self.project_all(x, cos, sin)[:3]
-
     def project_all(self, x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Heads:
-        """Return what `project` does, and the `choose_by` of `attend`."""
+        """Return q (B, S, H, D) and k (B, S, G, D), as the layer attends with them, v, and the
+        `choose_by` of `attend`.
+        """
         return self.rotate_heads(self.q_proj(x), self.k_proj(x), self.v_proj(x), cos, sin)
 
     def rotate_heads(
@@ -217,7 +206,7 @@ class SelfAttention(SequenceParallelModule):
         """
         if self.o_norm is not None:
             attended = self.o_norm(attended)
-        return attended if self.gate is None else functions.gate(self.gate(x), attended, silu=False)
+        return attended if self.gate is None else apply_gate(self.gate(x), attended, silu=False)
 
 
 def _make_norm(name: str, width: int, eps: float | None) -> RMSNorm | None:
@@ -243,40 +232,45 @@ def find_part(
     model's, TypeError for another object.
     """
     try:
-        if cache is not None:
-            _check_cache(sp, cache, mask, layout)
-            return cache
-        if not isinstance(mask, WholeSequence):
+        if cache is None and not isinstance(mask, WholeSequence):
             layout = sp.layout if layout is None else layout
             return WholeSequence.local(mask, layout, causal=mask is None).on(sp)
-        if layout is not None:
-            raise ValueError("expected mask=sequence alone, got a layout too: it has its own")
-        _check_ranks(sp, mask)
-        return mask
+        part = _check_part(sp, mask if cache is None else cache)
+        if layout is not None or (mask is not None and mask is not part):
+            raise ValueError(
+                f"expected a {type(part).__name__} or a mask and layout, got both: it has its own"
+            )
+        return part
     except (TypeError, ValueError) as error:
-        refuse(sp.rings, CALL, error)
+        _refuse_call(error, sp, (cache, mask), CALL)
 
 
-def _check_cache(sp: SequenceParallel, cache: Any, mask: Any, layout: Any) -> None:
+def _refuse_call(
+    error: Exception, sp: SequenceParallel, parts: Sequence[Any], doing: str
+) -> NoReturn:
+    """Raise `error` instead of a call over the ranks of the first of `parts` that `sp` fits, or of
+    `sp`. The others raise RanksDisagree, or in the middle of new tokens RankFailed.
+    """
+    for part in parts:
+        if hasattr(part, "sp") and sp.size in (1, part.sp.size):
+            if isinstance(part, Cache):
+                part._refuse(error, doing)
+            refuse(part.sp.rings, doing, error)
+    refuse(sp.rings, doing, error)
+
+
+def _check_part(sp: SequenceParallel, cache: Any) -> Part:
+    """Return the part. Raises TypeError for another object, ValueError for one of other ranks."""
     if not all(hasattr(cache, name) for name in ("mix", "select", "longest", "saves_graph")):
         raise TypeError(
             "cache must be a chunk of bmt_burst.Chunks or a bmt_burst.Cache, got "
             f"{type(cache).__name__}: bmt_burst.Cache(None, layers, limit) is one of this process "
             "alone"
         )
-    if mask is not None or layout is not None:
-        name = {Chunk: "chunk", WholeSequence: "sequence"}.get(type(cache), "Cache")
-        raise ValueError(f"expected a {name} or a mask and layout, got both: it has its own")
-    _check_ranks(sp, cache)
-
-
-def _check_ranks(sp: SequenceParallel, part: Part) -> None:
-    if sp.size in (1, part.sp.size):
-        return
-    kind, instead = {
-        WholeSequence: ("a sequence", "make it by sp.sequence"),
-        Cache: ("Cache", "pass sp to Cache"),
-    }.get(type(part), ("Chunks", "pass sp to Chunks"))
-    raise ValueError(
-        f"expected {kind} of this model's {sp.size} ranks, got {kind} of {part.sp.size}: {instead}"
-    )
+    if sp.size not in (1, cache.sp.size):
+        raise ValueError(
+            f"expected a {type(cache).__name__} of this model's {sp.size} ranks, got one of "
+            f"{cache.sp.size}: make it with the sp of the model"
+        )
+    found: Part = cache
+    return found

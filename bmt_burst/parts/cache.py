@@ -25,6 +25,7 @@ from torch import Tensor
 from ..base.arguments import as_count, as_int
 from ..base.autocast import without_autocast
 from ..base.streams import Flag
+from ..calls.inputs import check_inputs
 from ..calls.requests import on_device
 from ..errors import RanksDisagree
 from ..memories.keys import KeyMemory, Softmax
@@ -214,10 +215,9 @@ class Cache(KeptPart):
             assert self._new is not None, "the first layer has begun them"
             if self._given is not None:
                 self._new.given, self._given = self._given, None
+            self._new.compare(k, v)
             found = use(memory, self._new)
             self._done.append(int(layer))
-            if len(self._done) == self.layers:  # no layer may have merged results of ranks
-                self._new.compare(k, v)
             return found
 
         with on_device(q), torch.no_grad(), without_autocast(q):
@@ -330,16 +330,11 @@ class Cache(KeptPart):
         q, k, v, *_ = tensors
         if not 0 <= as_int("layer", layer) < self.layers:
             raise ValueError(f"expected a layer below {self.layers} in this Cache, got {layer}")
-        if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape or not (q.numel() and k.numel()):
+        check_inputs(q, k, v, None, is_packed=False)
+        if not q.shape[1] == k.shape[1] > 0:
             raise ValueError(
-                "expected q, k and v (batch, tokens, heads, head size), each above 0, and k and v "
-                f"of one shape, got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
-            )
-        same = q.shape[:2] == k.shape[:2] and q.shape[3] == k.shape[3]
-        if not same or q.shape[2] % k.shape[2] or not q.dtype == k.dtype == v.dtype:
-            raise ValueError(
-                "expected q and k of one batch, tokens, head size and dtype, and a multiple of k's "
-                f"heads in q, got {tuple(q.shape)} {q.dtype} and {tuple(k.shape)} {k.dtype}"
+                f"expected q and k of the same new tokens, at least one, got {q.shape[1]} and "
+                f"{k.shape[1]}"
             )
         if layer in self._done:
             self._check_ready(q.shape[1])

@@ -180,10 +180,12 @@ class Chunks:
         self._ends.clear()
         self._positions.clear()
 
-    def _begin(
+    def take_turn(
         self, chunk: Chunk, layer: int, kind: Kind, q: Tensor, k: Tensor, v: Tensor, *tensors: Any
     ) -> tuple[Memory, Turn]:
-        """Return the memory of a layer, and its turn on a chunk."""
+        """Count a run of a layer on a chunk. Return its memory, and its turn, which `Memory.keep`
+        takes. A benchmark may fill the memory without computing the attention.
+        """
         self._check_turn(chunk, layer, q, k, v)
         memory = self._memories.get(layer)
         reserves = memory is None and self._phase == _FORWARD
@@ -451,7 +453,7 @@ class Chunk(KeptPart):
     ) -> Callable[[], Tensor]:
         chunks = self.chunks
         with without_policies():  # a recomputation does less
-            memory, turn = chunks._begin(self, layer, kind, q, k, v, *tensors)
+            memory, turn = chunks.take_turn(self, layer, kind, q, k, v, *tensors)
             compute = memory.keep(turn, q, k, v, *tensors)
         is_computed_once = chunks._evaluates or self is chunks.chunks[-1]
         if is_computed_once or not memory.keeps_results:

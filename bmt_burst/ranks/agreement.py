@@ -21,7 +21,7 @@ from typing import Any, NoReturn, TypeVar
 
 from ..base.autograd import stops_recomputation
 from ..base.streams import refuse_capture
-from ..errors import RankLate, RanksDisagree
+from ..errors import RankGone, RanksDisagree
 from ..sequence.differences import layout_difference, mask_difference
 from ..sequence.layout import Layout
 from ..sequence.mask import Mask
@@ -183,8 +183,8 @@ def _exchange(rings: Rings, doing: str, line: bytes) -> tuple[bytes, ...]:
     """Return the messages of all ranks."""
     try:
         return tuple(rings.gather(line))
-    except RankLate as late:
-        raise mark_known(RankLate(f"{doing}: {late}")) from late
+    except RankGone as gone:  # also RankLate
+        raise mark_known(type(gone)(f"{doing}: {gone}")) from gone
     except Exception as lost:
         # reporting it would wait again for a rank that is gone
         mark_known(lost)

@@ -33,6 +33,7 @@ from .collectives import Join, RankSum, apply_together
 from .rings import Group, Rings, make_rings
 
 Item = TypeVar("Item")
+Placed = tuple[str | Layout, ...]  # by row
 
 _MOST_LOCAL = 64  # sequences of single calls that are kept
 
@@ -45,7 +46,6 @@ class SequenceParallel:
     rank    this rank's number, 0 to size - 1
     size    the number of ranks
     layout  the name of a layout, or a Layout, for sequences of its length
-    groups  the keyword arguments with which burst_attn_func runs over these ranks
 
     A copy has the same groups. A pickle of several ranks has none, since groups do not outlive
     their process: it is read as DetachedGroups.
@@ -74,7 +74,7 @@ class SequenceParallel:
 
     @property
     def groups(self) -> dict[str, Any]:
-        """process_group, double_group and layout, as keyword arguments of burst_attn_func."""
+        """The keyword arguments with which burst_attn_func runs over these ranks."""
         names = "process_group", "double_group", "layout"
         return {name: getattr(self, name) for name in names}
 
@@ -268,11 +268,8 @@ class WholeSequence:
 
     def resolve(self, sp: SequenceParallel) -> WholeSequence:
         """Return this sequence, which has masks, with Layouts over the ranks of `sp`."""
-        batch = self.batch
-        masks = masks_of_rows(self.mask, batch)
-        layouts = layouts_of_rows(self.layout, batch)
-        kv_layouts = layouts_of_rows(self.kv_layout, batch, "kv_layout") or (None,) * batch
-        rows = zip(layouts, kv_layouts, masks, strict=True)
+        masks, layouts, kv_layouts = self._expand(self.batch)
+        rows = zip(layouts, kv_layouts or (None,) * len(layouts), masks, strict=True)
         found = [resolve_layouts(*row, sp.size) for row in rows]
         of_queries, of_keys = zip(*found, strict=True)
         keys = [x or y for x, y in zip(of_keys, of_queries, strict=True)]
@@ -294,9 +291,7 @@ class WholeSequence:
 
         Raises TypeError or ValueError for a mask, a layout or rows that do not fit together.
         """
-        masks = masks_of_rows(self.mask, batch)
-        layouts = layouts_of_rows(self.layout, batch)
-        kv_layouts = layouts_of_rows(self.kv_layout, batch, "kv_layout")
+        masks, layouts, kv_layouts = self._expand(batch)
         if brought and (self.causal or masks):
             raise ValueError(f"expected {brings} alone, got mask or causal too: they have a mask")
         for name, given in (("layout", layouts), ("kv_layout", kv_layouts)):
@@ -369,10 +364,8 @@ class WholeSequence:
 
         Raises the errors of `Mask.positions`.
         """
-        masks = masks_of_rows(self.mask, self.batch)
-        if self.batch == 1:
-            return self.shard(masks[0].positions(device), 0)
-        return self.shard(torch.stack([mask.positions(device) for mask in masks]))
+        found = [mask.positions(device) for mask in self._expand(self.batch)[0]]
+        return self.shard(torch.stack(found)) if len(found) > 1 else self.shard(found[0], 0)
 
     def shift_labels(self, tokens: Tensor) -> Tensor:
         """Return the next-token labels of the whole tokens (B, S), as `shift_labels` with masks."""
@@ -380,16 +373,19 @@ class WholeSequence:
 
     @property
     def _layouts(self) -> tuple[Layout, ...]:
-        found = layouts_of_rows(self.layout, self.batch)
-        return tuple(x for x in found if isinstance(x, Layout))
+        return tuple(x for x in self._expand(self.batch)[1] if isinstance(x, Layout))
+
+    def _expand(self, batch: int) -> tuple[tuple[Mask, ...], Placed, Placed]:
+        """Return the mask, the layout and the kv_layout of each row, or none if none was given."""
+        layouts = layouts_of_rows(self.layout, batch)
+        kv_layouts = layouts_of_rows(self.kv_layout, batch, "kv_layout")
+        return masks_of_rows(self.mask, batch), layouts, kv_layouts
 
     def __str__(self) -> str:
-        """Draw the mask and list the runs of each rank, of the first row if rows differ."""
-        batch = self.batch
-        rows = f"{batch} rows, the first:\n" if batch > 1 else ""
-        keys = layouts_of_rows(self.kv_layout, batch, "kv_layout")
-        of_keys = f"\nkeys:\n{keys[0]}" if keys else ""
-        return f"{rows}{masks_of_rows(self.mask, batch)[0]}\n{self._layouts[0]}{of_keys}"
+        """Draw the mask and list the runs of each rank. If rows differ, show the first."""
+        masks, layouts, keys = self._expand(self.batch)
+        rows = f"{len(masks)} rows, the first:\n" if len(masks) > 1 else ""
+        return f"{rows}{masks[0]}\n{layouts[0]}" + (f"\nkeys:\n{keys[0]}" if keys else "")
 
 
 def _check_rows(x: Tensor, dim: int, batch: int) -> None:
@@ -415,19 +411,16 @@ def _join_equal(rows: Sequence[Item]) -> Item | tuple[Item, ...]:
 def check_sp(sp: Any) -> SequenceParallel:
     """Return sp. Raises TypeError if it is not a SequenceParallel."""
     if not isinstance(sp, SequenceParallel):
-        raise TypeError(
-            f"sp must be a SequenceParallel, from init_sequence_parallel, got {type(sp).__name__}"
-        )
+        expected = "sp must be a SequenceParallel, from init_sequence_parallel"
+        raise TypeError(f"{expected}, got {type(sp).__name__}")
     return sp
 
 
 def check_kind(kind: Any, tensors: Sequence[Any]) -> None:
     """Raise TypeError unless this is a kind of attention, ValueError unless it takes `tensors`."""
     if isinstance(kind, type) or not hasattr(kind, "check_tensors"):
-        raise TypeError(
-            f"kind must be a kind of attention, such as the one of a layer, layer.kind, got "
-            f"{kind.__name__ if isinstance(kind, type) else type(kind).__name__}"
-        )
+        got = (kind if isinstance(kind, type) else type(kind)).__name__
+        raise TypeError(f"kind must be a kind of attention, such as layer.kind, got {got}")
     kind.check_tensors(tensors)
 
 

@@ -231,7 +231,7 @@ def _find_documents(mask: Mask) -> list[_Piece]:
 def _pair_counter(start: int, stop: int, slices: Sequence[Slice]) -> Callable[[int], int]:
     """Return a function that counts the visible pairs of a part's queries before a position.
 
-    Simple parts have a closed form.
+    The most frequent parts have a closed form.
     """
     size = stop - start
     if len(slices) == 1 and slices[0].q == slices[0].kv == (start, stop):
@@ -241,10 +241,6 @@ def _pair_counter(start: int, stop: int, slices: Sequence[Slice]) -> Callable[[i
         if low == 0:
             most = size if high is None else high
             return lambda i: _sum_ramp(i - start, most)
-        if high is not None and low == 1 - high:
-            most, behind = high, high - 1
-            later = _sum_ramp(size - 1, behind)
-            return lambda i: _sum_ramp(i - start, most) + later - _sum_ramp(stop - i - 1, behind)
 
     # A document may have thousands of slices. Few of them reach beyond a position.
     areas = [(s, s.area) for s in slices]

@@ -68,15 +68,17 @@ def kernel_calls(
         for q, kv, left, right in _align(tile):
             kinds.setdefault((left, right), []).append((q, kv))
     _join_kinds(kinds)
-    return [
-        _gather_call(group, *kind, label, most_gaps)
-        for kind, entries in kinds.items()
-        for group in _group_disjoint(
-            _join_narrow(entries)
-            if kind == (None, None)
-            else [((q,), (kv,)) for q, kv in sorted(entries)]
-        )
-    ]
+    calls = []
+    for band, entries in kinds.items():
+        is_full = band == (None, None)
+        sides = _join_narrow(entries) if is_full else [((q,), (kv,)) for q, kv in sorted(entries)]
+        for group in _group_disjoint(sides):
+            rows, q_places = _gather_spans([q for q, _ in group], most_gaps)
+            columns, kv_places = _gather_spans([kv for _, kv in group], most_gaps)
+            places = tuple(zip(q_places, kv_places, strict=True))
+            sizes = sum(map(length, rows)), sum(map(length, columns))
+            calls.append(GatheredCall(rows, columns, KernelCall(*sizes, places, *band), label))
+    return calls
 
 
 def _align(tile: TileFields) -> Iterator[tuple[Span, Span, int | None, int | None]]:
@@ -146,20 +148,6 @@ def _group_disjoint(tiles: Iterable[_Sides]) -> list[list[_Sides]]:
         else:
             groups.append([(q, kv)])
     return groups
-
-
-def _gather_call(
-    tiles: Sequence[_Sides],
-    left: int | None,
-    right: int | None,
-    label: Hashable | None,
-    most_gaps: float,
-) -> GatheredCall:
-    rows, q_places = _gather_spans([q for q, _ in tiles], most_gaps)
-    columns, kv_places = _gather_spans([kv for _, kv in tiles], most_gaps)
-    tokens, kv_tokens = (sum(map(length, spans)) for spans in (rows, columns))
-    places = tuple(zip(q_places, kv_places, strict=True))
-    return GatheredCall(rows, columns, KernelCall(tokens, kv_tokens, places, left, right), label)
 
 
 def _gather_spans(

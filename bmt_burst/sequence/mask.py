@@ -2,10 +2,8 @@
 
 A mask is data. It consists of disjoint slices. Each slice is a rectangle of positions in which a
 band along the diagonal is visible. Queries and keys may be two sequences of different lengths.
-Positions of each start at 0.
-
-To add a kind of mask, write a method that makes slices. Nothing else knows kinds. Planning takes
-longer with each slice.
+Positions of each start at 0. Planning takes longer with each slice. Nothing else knows kinds of
+masks.
 
 Try `print(Mask.documents((0, 9, 30, 64)))`.
 """
@@ -23,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..base.arguments import as_bool, as_int
+from ..base.arguments import as_bool, as_int, check_iterable
 from .span import Span, hull, length, merged, overlap, shifted
 from .tile import flipped
 from .trees import Depths, cut_at_depths, join_depths, read_tree
@@ -101,9 +99,7 @@ class Mask:
         n, m = _lengths(self.seq_len, self.kv_len)
         slices = sorted((_check_slice(s, n, m) for s in self.slices), key=_start)
         _check_disjoint(slices)
-        found = {"seq_len": n, "kv_len": m, "slices": tuple(s for s in slices if s.area)}
-        for name, value in found.items():
-            object.__setattr__(self, name, value)
+        vars(self).update(seq_len=n, kv_len=m, slices=tuple(s for s in slices if s.area))
 
     @staticmethod
     def causal(seq_len: int, kv_len: int | None = None) -> Mask:
@@ -196,10 +192,11 @@ class Mask:
         depths: list[tuple[int, int]] = []
         if not masks:
             raise ValueError("expected at least one mask to stack, got none")
+        if wrong := [x for x in masks if not isinstance(x, Mask)]:
+            raise TypeError(f"expected Masks to stack, got {type(wrong[0]).__name__}")
+        have_depths = any(mask.depths for mask in masks)
         for mask in masks:
-            if not isinstance(mask, Mask):
-                raise TypeError(f"expected Masks to stack, got {type(mask).__name__}")
-            if any(isinstance(other, Mask) and other.depths for other in masks):
+            if have_depths:
                 depths += [(start + at, depth) for at, depth in mask.find_depths()]
             by = start - kv_start
             slices += [
@@ -434,11 +431,8 @@ def _mask(
     seq_len: int, slices: Sequence[Slice], kv_len: int | None = None, depths: Depths | None = None
 ) -> Mask:
     """Make a mask of slices that are known to be valid and in order."""
-    mask = object.__new__(Mask)
-    object.__setattr__(mask, "seq_len", seq_len)
-    object.__setattr__(mask, "slices", tuple(slices))
-    object.__setattr__(mask, "kv_len", seq_len if kv_len is None else kv_len)
-    object.__setattr__(mask, "depths", depths)
+    mask, kv_len = object.__new__(Mask), seq_len if kv_len is None else kv_len
+    vars(mask).update(seq_len=seq_len, slices=tuple(slices), kv_len=kv_len, depths=depths)
     return mask
 
 
@@ -520,11 +514,7 @@ def _read_numbers(name: str, cu_seqlens: Sequence[int] | Tensor) -> list[int]:
                 f"got {cu_seqlens.device}: make it there, or pass {name}.tolist()"
             )
         cu_seqlens = cu_seqlens.tolist()
-    if isinstance(cu_seqlens, str | bytes) or not hasattr(cu_seqlens, "__iter__"):
-        raise TypeError(
-            f"{name} must be a sequence of whole numbers, got {type(cu_seqlens).__name__}"
-        )
-    bounds = [as_int(name, x) for x in cu_seqlens]
+    bounds = [as_int(name, x) for x in check_iterable(name, cu_seqlens)]
     if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] == 0:
         got = ", ".join(map(str, bounds[:4])) + ", ..." * (len(bounds) > 4)
         raise ValueError(f"{name} must be (0, ..., tokens) with at least one token, got ({got})")

@@ -17,8 +17,8 @@ from typing import NamedTuple
 from .joining import join_neighbours
 from .layout import Layout, Run, RunFields
 from .mask import Mask, Slice
-from .span import Span, length, merged
-from .tile import Tile, TileFields
+from .span import Span, length, merged, shifted
+from .tile import Tile, TileFields, flipped
 
 
 class _QueryRun(NamedTuple):
@@ -70,7 +70,8 @@ class Tiling:
         """The tiling of the transposed mask."""
         other = Tiling(self.mask.transposed, self.kv_layout)
         other.kv_layout, other.is_one_layout = self.layout, self.is_one_layout
-        other._owners, other._viewers = self._viewers, self._owners
+        if self.is_one_layout:
+            other._owners = self._owners
         return other
 
     def with_mask(self, mask: Mask) -> Tiling:
@@ -112,18 +113,14 @@ class Tiling:
         """Return the keys of `rank`'s shard that other ranks need, as rising spans of it, by the
         viewer's host of `inner` ranks.
         """
-        (runs, order), (slices, keys) = self._viewers, self._slices_by_key
+        viewers, order = self.transposed._owners
         found: dict[int, set[Span]] = {}
-        for own in self.kv_layout.runs(rank):
-            for index in keys.around(own.start, own.stop):
-                s = slices[index]
-                first = s.q[0] if s.low is None else max(s.q[0], own.start + s.low)
-                last = s.q[1] if s.high is None else min(s.q[1], own.stop - 1 + s.high)
-                for near in order.around(first, last):
-                    viewer = runs[near]
-                    part = _part(s, viewer) if viewer.owner != rank else None
-                    if part and length(span := _within(own, *part.visible)):
-                        found.setdefault(viewer.owner // inner, set()).add(span)
+        for s, position, step, (at, end) in self.transposed._parts(rank):
+            near = order.around(*s.seen_from(position, position + step * (end - at - 1)))
+            for viewer in viewers[near.start : near.stop]:
+                part = _part(Slice(*flipped(s)), viewer) if viewer.owner != rank else None
+                if part and length(seen := _inside(position, step, end - at, *part.visible)):
+                    found.setdefault(viewer.owner // inner, set()).add(shifted(seen, at))
         return {host: merged(spans) for host, spans in found.items()}
 
     def own_tiles(self, rank: int) -> list[TileFields]:
@@ -173,24 +170,9 @@ class Tiling:
     @functools.cached_property
     def _owners(self) -> tuple[list[Run], _Sorted]:
         """The runs of keys of all ranks in the order of their starts, and their positions."""
-        return _sort_runs(self.kv_layout)
-
-    @functools.cached_property
-    def _viewers(self) -> tuple[list[Run], _Sorted]:
-        """The runs of queries of all ranks."""
-        return self._owners if self.is_one_layout else _sort_runs(self.layout)
-
-    @functools.cached_property
-    def _slices_by_key(self) -> tuple[list[Slice], _Sorted]:
-        """The slices in the order of their keys, and these keys."""
-        slices = sorted(self.mask.slices, key=lambda s: s.kv)
-        return slices, _Sorted([s.kv for s in slices])
-
-
-def _sort_runs(layout: Layout) -> tuple[list[Run], _Sorted]:
-    """Return the runs of all ranks in the order of their starts, and their positions."""
-    runs = sorted(run for rank in range(layout.size) for run in layout.runs(rank))
-    return runs, _Sorted([(run.start, run.stop) for run in runs])
+        layout = self.kv_layout
+        runs = sorted(run for rank in range(layout.size) for run in layout.runs(rank))
+        return runs, _Sorted([(run.start, run.stop) for run in runs])
 
 
 def _part(s: Slice, run: Run) -> _QueryRun | None:

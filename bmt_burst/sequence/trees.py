@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import bisect
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
-from ..base.arguments import as_int
+from ..base.arguments import as_int, check_iterable
 from .span import Span, merged, overlap
 
 # rising runs (first token, its depth) of tokens whose depths rise by 1
 Depths = tuple[tuple[int, int], ...]
 
 
-@dataclass(frozen=True)
-class Node:
+class Node(NamedTuple):
     """Tokens that follow one another, in every branch that has them.
 
     span     the tokens
-    depth    the depth of the first one: the number of tokens that precede it in its branches
+    depth    the number of tokens that precede the first one in its branches
     subtree  the tokens that see them, rising
     """
 
@@ -31,19 +30,18 @@ class Node:
 
 def read_tree(lengths: Sequence[int], parents: Sequence[int | None]) -> list[Node]:
     """Return the nodes of trees, in the order of their tokens. A node and its only child are one if
-    the child follows.
-
-    Raises ValueError for lengths below 1, parents that come later, and lists of different lengths.
-    Raises TypeError for anything but whole numbers and None.
+    the child follows. Raises the errors of `Mask.tree`.
     """
-    counts, above = _read_list("lengths", lengths), _read_list("parents", parents)
+    counts = [as_int("lengths", x) for x in check_iterable("lengths", lengths)]
+    given = check_iterable("parents", parents)
+    above = [None if x is None else as_int("parents", x) for x in given]
     if len(counts) != len(above) or not counts:
         raise ValueError(
             f"expected as many parents as lengths, at least one, got {len(above)} parents and "
             f"{len(counts)} lengths"
         )
     for i, (count, parent) in enumerate(zip(counts, above, strict=True)):
-        if count is None or count < 1:
+        if count < 1:
             raise ValueError(f"lengths[{i}] must be at least 1, got {count}")
         if parent is not None and not 0 <= parent < i:
             raise ValueError(
@@ -51,12 +49,8 @@ def read_tree(lengths: Sequence[int], parents: Sequence[int | None]) -> list[Nod
                 if i
                 else f"parents[0] must be None: no node comes before it, got {parent}"
             )
-    starts = [0, *itertools.accumulate(count or 0 for count in counts)]
-    children = [0] * len(above)
-    for parent in above:
-        if parent is not None:
-            children[parent] += 1
-    # the place of each node among those that are kept, and its bounds there
+    starts, children = [0, *itertools.accumulate(counts)], Counter(above)
+    # the place of each node among those that are kept, and their bounds, parents and depths
     place, spans, up, depths = list[int](), list[Span](), list[int | None](), list[int]()
     for i, parent in enumerate(above):
         if parent is not None and parent == i - 1 and children[parent] == 1:
@@ -74,12 +68,6 @@ def read_tree(lengths: Sequence[int], parents: Sequence[int | None]) -> list[Nod
         if (parent := up[i]) is not None:
             below[parent] += subtrees[i]
     return [Node(*node) for node in zip(spans, depths, subtrees, strict=True)]
-
-
-def _read_list(name: str, values: Any) -> list[int | None]:
-    if isinstance(values, str | bytes) or not hasattr(values, "__iter__"):
-        raise TypeError(f"{name} must be a sequence of whole numbers, got {type(values).__name__}")
-    return [None if x is None and name == "parents" else as_int(name, x) for x in values]
 
 
 def join_depths(depths: Sequence[tuple[int, int]]) -> Depths:

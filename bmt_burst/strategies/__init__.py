@@ -8,10 +8,8 @@ usp          ulysses within hosts, the ring between them (arXiv 2405.07719)
 one-call     gathers keys and values first, and computes without partial results
 plain-ring   the ring without overlap, to be read first
 
-"auto" takes one-call for short work and the ring for all other (`choose`).
-
-The contract is `Problem`, `Strategy` and `Plan` below. `compute` is what strategies share. To add a
-strategy, write `strategies/NAME.py` with a subclass of Strategy and list it in `_STRATEGIES`.
+`choose` says which of them "auto" takes. The contract is `Problem`, `Strategy` and `Plan` below.
+`compute` is what strategies share.
 """
 
 from __future__ import annotations
@@ -170,8 +168,8 @@ class Problem:
     @functools.cached_property
     def most_keys(self) -> int:
         """The number of keys of the longest shard."""
-        layout = self.kv_layout
-        return self.most_queries if layout is None else max(map(layout.length, range(layout.size)))
+        layout = self.kv_layout or self.layout
+        return max(map(layout.length, range(layout.size)))
 
 
 class Plan(ABC):

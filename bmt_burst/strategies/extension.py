@@ -48,7 +48,7 @@ class Extension(ABC):
     kind               the name in a configuration (`register_extension`), None if it has none
     brings             the argument that brings a mask, if any
     takes_two_lengths  whether queries and keys may be other tokens, or lie elsewhere
-    memory             the class of a layer's memory, None for memories.keys.KeyMemory
+    memory             the class of a layer's memory, None if there are no chunks and new tokens
     """
 
     name: str
@@ -119,8 +119,6 @@ class Extension(ABC):
     def in_chunks(self, masks: Sequence[Mask]) -> Self | None:
         """Return the extension for chunks of a sequence with these masks, one for each row or one
         for all, or for new tokens if there are none. None: they are dense.
-
-        Raises ValueError if there are no chunks of it.
         """
         return self
 

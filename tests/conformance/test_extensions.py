@@ -1,13 +1,17 @@
-"""Extensions that choose keys by data, against the pairs that they see by definition, in float64.
+"""Attention with extensions, against its definition in float64.
 
-A case has an extension, and a function that returns its pairs for whole sequences on one process.
-To test your own, add a case.
+An entry of CASES has an extension and its definition for whole sequences on one process. To test
+your own, add one. Attention that is no softmax overrides the methods that call the library, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -19,38 +23,140 @@ from bmt_burst import (
     InfLLMV2,
     Layout,
     Mask,
+    Scores,
     SequenceParallel,
+    Slice,
     burst_attn_func,
     simulate,
+    strategies,
 )
+from bmt_burst.bias import areas
+from bmt_burst.bias.extension import Bias
+from bmt_burst.blocks.extension import BlockChoice
+from bmt_burst.extensions import read_extension, write_extension
+from bmt_burst.nn import BurstAttention
+from bmt_burst.scores import BY_DISTANCE
 from bmt_burst.sparse import choose
 from bmt_burst.strategies.extension import Extension
 from examples.moba import MoBA
-from tests.cases import random_qkv
-from tests.rings import ring_results
+from tests.cases import made_layout, random_qkv
+from tests.rings import ring_arguments
+from tests.temperatures import Warm
 
-HEADS, KV_HEADS, SIZE = 4, 2, 8
+HEADS, SIZE, SCALE = 4, 8, 8**-0.5
 CLOSE = 1e-10  # sums of some hundred products of numbers near 1, in float64
+TABLE = torch.randn(11, HEADS, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+SINKS = torch.linspace(-1, 1, HEADS, dtype=torch.float64)
 
 
-@dataclass(frozen=True)
 class Case:
-    """An extension with its definition.
+    """Softmax attention with an extension, and its definition.
 
-    visible  returns (H, T, T) bool of q (T, H, D), k (T, G, D) and a mask: the keys that each query
-             head sees
-    tokens   of a sequence in which queries choose
+    Tensors are those of one call by name: q (B, T, H, D), k and v (B, T, G, D), those of `learned`,
+    and perhaps sinks (H,).
+
+    extension  what messages call by its name
+    tokens     of a sequence in which all that the extension does occurs
+    edge       tokens of a document from which on its computation changes
+    kv_heads   G
+    learned    tensors besides q, k and v that have gradients
+    refused    options that exclude it, with what the error says
+    has_parts  whether there are chunks, prompts and new tokens of it
+    holds_nan  whether its kernel on CPUs keeps NaN in a document
     """
 
     extension: Extension
-    visible: Callable[[Tensor, Tensor, Mask], Tensor]
     tokens: int
+    edge: int
+    kv_heads: int = 2
+    learned: ClassVar[dict[str, Tensor]] = {}
+    refused: ClassVar[Sequence[tuple[dict[str, Any], str]]] = ()
+    has_parts: bool = False
+    holds_nan: bool = True
+
+    def options(self, masks: Mask | list[Mask], tensors: dict[str, Tensor]) -> dict[str, Any]:
+        """Return the options of burst_attn_func for a mask, or for one of each row."""
+        return {"mask": masks, "sparse": self.extension}
+
+    def scores(self, q: Tensor, k: Tensor, mask: Mask, tensors: dict[str, Tensor]) -> Tensor:
+        """Return the scores (H, T, T) of a row's q and k (T, H, D). Those of hidden pairs are -inf.
+
+        With fewer kv heads, k has those of each query head.
+        """
+        raise NotImplementedError
+
+    def define(self, mask: Mask, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return out and lse of one row, from the definition."""
+        wide = {x: tensors[x].repeat_interleave(HEADS // self.kv_heads, 2) for x in "kv"}
+        scores = self.scores(tensors["q"][0], wide["k"][0], mask, tensors)
+        hidden = scores == -torch.inf
+        blind = hidden.all(-1)
+        scores = scores.masked_fill(blind.unsqueeze(-1), 0.0)
+        lse = scores.logsumexp(-1).masked_fill(blind, -torch.inf)
+        if "sinks" in tensors:
+            lse = torch.logaddexp(lse, tensors["sinks"].unsqueeze(1))
+        total = lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)
+        probs = (scores - total).exp().masked_fill(hidden, 0.0)
+        out = torch.einsum("hij,jhd->ihd", probs, wide["v"][0])
+        return {"out": out.unsqueeze(0), "lse": lse.unsqueeze(0)}
+
+    def call(
+        self, masks: Mask | list[Mask], tensors: dict[str, Tensor], **options: Any
+    ) -> dict[str, Tensor]:
+        """Return the results of `define` for this rank's tokens, from the library."""
+        given = self.options(masks, tensors) | {"sinks": tensors.get("sinks")} | options
+        out, lse = burst_attn_func(*(tensors[x] for x in "qkv"), SCALE, return_lse=True, **given)
+        return {"out": out, "lse": lse}
+
+    def call_part(self, part: Any, mask: Mask, tensors: dict[str, Tensor]) -> Tensor:
+        """Return the attention of a chunk, of a prompt or of new tokens of a Cache."""
+        options = self.options(mask, tensors) | {"sinks": tensors.get("sinks")}
+        del options["mask"]
+        found: Tensor = part.attend(0, *(tensors[x] for x in "qkv"), **options)
+        return found
 
 
-def moba_pairs(q: Tensor, k: Tensor, mask: Mask) -> Tensor:
+def multiply(q: Tensor, k: Tensor) -> Tensor:
+    return SCALE * torch.einsum("ihd,jhd->hij", q, k)
+
+
+@dataclass(frozen=True, eq=False)
+class Chosen(Case):
+    """A choice of blocks. `find_pairs` returns the visible pairs (H, T, T) of a row."""
+
+    extension: BlockChoice
+    find_pairs: Callable[[Tensor, Tensor, Mask], Tensor]
+    tokens: int
+    edge: int
+    has_parts: bool = True
+
+    @property
+    def refused(self):
+        tree, some = Mask.tree([self.tokens - 8, 4, 4], [None, 0, 0]), torch.ones(1)
+        return (
+            ({"softcap": 2.0}, "sparse or softcap, got both"),
+            ({"mask": None}, "causal=True or a mask of causal documents with sparse, got none"),
+            ({"mask": Mask.window(self.tokens, 5)}, "causal documents"),
+            ({"mask": tree}, "causal documents"),
+            ({"choose_by": (some, some)}, "choose_by"),
+            ({"sparse": None}, "ranks differ in sparse"),
+            ({"sparse": replace(self.extension, topk=4)}, "ranks differ in sparse"),
+            ({"scores": by_segments(self.mask), "bias": TABLE}, "sparse or a bias, got both"),
+        )
+
+    @property
+    def mask(self) -> Mask:
+        return Mask.causal(self.tokens)
+
+    def scores(self, q, k, mask, tensors):
+        visible = self.find_pairs(q.detach(), k[:, :: HEADS // self.kv_heads].detach(), mask)
+        return multiply(q, k).masked_fill(~visible, -torch.inf)
+
+
+def find_moba_pairs(q: Tensor, k: Tensor, mask: Mask) -> Tensor:
     size, visible = MOBA.block_size, torch.zeros(q.shape[1], len(q), len(q), dtype=torch.bool)
     ratio = q.shape[1] // k.shape[1]
-    for start, stop in mask.parts:
+    for start, stop in (s.q for s in mask.slices):
         for i in range(start, stop):
             own = (i - start) // size
             visible[:, i, start + own * size : i + 1] = True
@@ -62,171 +168,394 @@ def moba_pairs(q: Tensor, k: Tensor, mask: Mask) -> Tensor:
     return visible
 
 
-def infllm_pairs(q: Tensor, k: Tensor, mask: Mask) -> Tensor:
-    chosen, size = choose(q, k, mask, INFLLM), INFLLM.block_size
-    visible = torch.zeros(q.shape[1], len(q), len(q), dtype=torch.bool)
-    ratio = q.shape[1] // k.shape[1]
-    for start, stop in mask.parts:
-        for i in range(start, stop):
-            for h in range(q.shape[1]):
-                for b in chosen[i, h // ratio].tolist():
-                    if b >= 0:
-                        visible[h, i, start + b * size : min(start + (b + 1) * size, i + 1)] = True
-    return visible
+def find_infllm_pairs(q: Tensor, k: Tensor, mask: Mask) -> Tensor:
+    """tests/test_sparse.py compares the choice with its definition."""
+    chosen, at = choose(q, k, mask, INFLLM), torch.arange(len(q))
+    starts = torch.zeros_like(at)
+    for start, stop in (s.q for s in mask.slices):
+        starts[start:stop] = start
+    blocks = (at - starts) // INFLLM.block_size  # of keys, each in its own document
+    of_groups = (chosen.unsqueeze(-1) == blocks).any(-2).transpose(0, 1)
+    seen = (at <= at.unsqueeze(1)) & (starts == starts.unsqueeze(1))
+    return seen & of_groups.repeat_interleave(q.shape[1] // k.shape[1], 0)
+
+
+OTHER, REACH = 10, 3
+PAIRS = (BY_DISTANCE, 7, 8), (9, BY_DISTANCE, 7), (8, 9, BY_DISTANCE)
+
+
+def find_row(i: int, j: int) -> int:
+    """Return the row of a pair. Groups have 25 tokens, in segments of 9, 9 and 7."""
+    if i // 25 != j // 25:
+        return OTHER
+    row = PAIRS[i % 25 // 9][j % 25 // 9]
+    return row if row != BY_DISTANCE else max(min(j - i, REACH), -REACH) + REACH
+
+
+def by_segments(mask: Mask) -> Scores:
+    at = torch.arange(mask.seq_len)
+    segment = at % 25 // 9
+    pairs, distances = torch.tensor(PAIRS).flatten(), torch.arange(2 * REACH + 1)
+    numbers = (x.int() for x in (at // 25, 3 * segment, segment, pairs, distances))
+    return Scores(mask, *numbers, OTHER)
+
+
+@dataclass(frozen=True, eq=False)
+class Biased(Case):
+    """A learned bias. With as many kv heads as heads, areas of one row have calls of their own."""
+
+    kv_heads: int
+    tokens: int = 61
+    edge: int = 13
+    holds_nan: bool = False  # all tiles of a call are one product, in which 0 times NaN is NaN
+    learned: ClassVar = {"bias": TABLE}
+    extension: ClassVar = Bias(None)
+    refused: ClassVar = (
+        ({"softcap": 2.0}, "expected softcap or a bias, got both"),
+        ({"bias": None}, "expected scores and bias together, got scores alone"),
+        ({"scores": None}, "expected scores and bias together, got a bias alone"),
+        ({"scores": Scores.by_distance(Mask.causal(61), torch.zeros(1).int())}, "differ in scores"),
+        ({"bias": TABLE[:9]}, "bias must have 11 rows, as scores need, got 9"),
+        ({"bias": TABLE[:, :3]}, "bias must be (rows, 4 heads), got shape (11, 3)"),
+        ({"bias": torch.cat((TABLE, TABLE))}, "ranks differ in bias rows"),
+        ({"bias": TABLE.float()}, "bias must be torch.float64"),
+    )
+
+    def options(self, masks, tensors):
+        scores = list(map(by_segments, masks)) if isinstance(masks, list) else by_segments(masks)
+        return {"mask": None, "scores": scores, "bias": tensors["bias"]}
+
+    def scores(self, q, k, mask, tensors):
+        at = range(len(q))
+        rows = torch.tensor([[find_row(i, j) for j in at] for i in at])
+        added = multiply(q, k) + tensors["bias"][rows].permute(2, 0, 1)
+        return added.masked_fill(~mask.dense(), -torch.inf)
+
+
+@dataclass(frozen=True, eq=False)
+class Warmed(Case):
+    """Scores times a number for each head."""
+
+    tokens: int = 40
+    edge: int = 9
+    extension: ClassVar = Warm()
+    learned: ClassVar = {"factors": torch.linspace(0.5, 1.5, HEADS, dtype=torch.float64)}
+    refused: ClassVar = (
+        ({"choose_by": (torch.ones(3).double(),)}, "expected 4 temperatures, got (3,)"),
+        ({"sparse": None, "choose_by": None}, "ranks differ in temperatures"),
+    )
+
+    def options(self, masks, tensors):
+        return {"mask": masks, "sparse": self.extension, "choose_by": (tensors["factors"],)}
+
+    def scores(self, q, k, mask, tensors):
+        scores = multiply(q, k) * tensors["factors"].view(-1, 1, 1)
+        return scores.masked_fill(~mask.dense(), -torch.inf)
 
 
 MOBA = MoBA(block_size=4, topk=2)
 INFLLM = InfLLMV2(block_size=8, kernel_size=4, kernel_stride=2, window_size=8, topk=2, dense_len=-1)
 CASES = {
-    "moba": Case(MOBA, moba_pairs, 61),
-    "infllm-v2": Case(INFLLM, infllm_pairs, 113),
+    "moba": Chosen(MOBA, find_moba_pairs, tokens=61, edge=12),
+    "infllm-v2": Chosen(INFLLM, find_infllm_pairs, tokens=113, edge=INFLLM.exact_tokens),
+    "bias": Biased(HEADS),
+    "bias of groups": Biased(2),
+    "temperatures": Warmed(),
 }
+KINDS = "one", "odd", "borders", "padded"
+LAYOUTS = "zigzag", "balanced", "striped", "contiguous"
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-each_size = pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 
 
-def documents(tokens: int, kind: str) -> Mask:
-    """Return a mask of one document, of odd ones, or of ones at the borders of chunks of 16."""
-    cuts = {"one": [], "odd": [5, 9, tokens // 2 + 3], "borders": [16, 48]}[kind]
+def cases(condition: Callable[[Case], bool]) -> Any:
+    chosen = {name: case for name, case in CASES.items() if condition(case)}
+    return pytest.mark.parametrize("case", chosen.values(), ids=chosen)
+
+
+each_choice = cases(lambda case: isinstance(case, Chosen))
+
+
+@pytest.fixture(autouse=True)
+def _short_areas(monkeypatch):
+    monkeypatch.setattr(areas, "_LONG", 4)
+
+
+def documents(case: Case, kind: str) -> Mask:
+    """Return a mask of one document, of odd ones, of ones at the borders of chunks of 16, of two
+    with tokens of none, or of ones about as long as the edge.
+    """
+    tokens = case.tokens
+    if kind == "padded":
+        spans = (0, tokens - 20), (tokens - 16, tokens - 3)
+        return Mask(tokens, tuple(Slice(span, span, low=0) for span in spans))
+    if kind == "edges":
+        lengths = case.edge - 1, 1, case.edge, case.edge + 1, 3, 2 * case.edge - 1
+        return Mask.documents([*itertools.accumulate(lengths, initial=0)])
+    cuts = {"one": [], "odd": [5, 9, tokens // 2 + 3], "borders": [16, 32]}[kind]
     return Mask.documents((0, *cuts, tokens))
 
 
-def expected_of(case: Case, mask: Mask, tensors: tuple[Tensor, ...]) -> list[Tensor]:
-    """Return out, lse, dq, dk and dv of one row."""
-    q, k, v, dout = tensors
-    visible = case.visible(q[0], k[0], mask)
-    own = [x.clone().requires_grad_() for x in (q, k, v)]
-    wide_k, wide_v = (x.repeat_interleave(HEADS // KV_HEADS, 2) for x in own[1:])
-    scores = torch.einsum("bihd,bjhd->bhij", own[0], wide_k) * SIZE**-0.5
-    scores = scores.masked_fill(~visible, -torch.inf)
-    out = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), wide_v)
-    grads = torch.autograd.grad(out, own, dout)
-    return [out.detach(), scores.logsumexp(-1).detach(), *grads]
+def make_tensors(case: Case, tokens: int, batch: int = 1, sinks: bool = True) -> dict[str, Tensor]:
+    """Return the tensors of a call, and the gradients dout and dlse of its results."""
+    q, k, v, dout = random_qkv(batch, tokens, HEADS, case.kv_heads, SIZE)
+    named = {"q": q, "k": k, "v": v, "dout": dout, "dlse": dout[..., 0].transpose(1, 2)}
+    return named | case.learned | ({"sinks": SINKS} if sinks else {})
 
 
-def check_close(found: list[Tensor], expected: list[Tensor]) -> None:
-    for ours, theirs in zip(found, expected, strict=True):
-        assert (ours - theirs).abs().max() < CLOSE
+def find_leaves(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    named = {name: x for name, x in tensors.items() if name not in ("dout", "dlse")}
+    return {name: x.detach().clone().requires_grad_() for name, x in named.items()}
+
+
+def differentiate(
+    results: dict[str, Tensor], leaves: dict[str, Tensor], tensors: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return the results, and the gradients by the names of their tensors."""
+    given = [tensors[f"d{name}"] for name in results]
+    grads = torch.autograd.grad(list(results.values()), list(leaves.values()), given)
+    found = {name: x.detach() for name, x in results.items()}
+    return found | dict(zip(leaves, grads, strict=True))
+
+
+@functools.cache
+def expected_of(case: Case, kind: str, sinks: bool) -> dict[str, Tensor]:
+    """Return the results and gradients of a sequence, from the definition."""
+    mask = documents(case, kind)
+    tensors = make_tensors(case, mask.seq_len, sinks=sinks)
+    leaves = find_leaves(tensors)
+    return differentiate(case.define(mask, leaves), leaves, tensors)
+
+
+def over_ranks(
+    case: Case,
+    layout: Layout,
+    masks: Mask | list[Mask],
+    tensors: dict[str, Tensor],
+    inner: int | None = None,
+    **options: Any,
+) -> dict[str, Tensor]:
+    """Return the whole results and gradients of simulated ranks, `inner` of them a host."""
+    dims = {"lse": 2, "dlse": 2} | dict.fromkeys(("q", "k", "v", "out", "dout"), 1)
+
+    def work(ring):
+        own = {
+            x: layout.shard(y, ring.rank, dims[x]) if x in dims else y for x, y in tensors.items()
+        }
+        leaves, groups = find_leaves(own), ring_arguments(ring, inner or ring.size)
+        return differentiate(
+            case.call(masks, leaves, layout=layout, **groups, **options), leaves, own
+        )
+
+    return join_results(layout, simulate(layout.size, work), dims)
+
+
+def join_results(
+    layout: Layout, results: Sequence[dict[str, Tensor]], dims: dict[str, int]
+) -> dict[str, Tensor]:
+    """Return whole tensors of all ranks' results: shards along `dims`, and shares of sums."""
+    return {
+        name: layout.unshard([x[name] for x in results], dims[name])
+        if name in dims
+        else sum(x[name] for x in results)
+        for name in results[0]
+    }
+
+
+def check_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, x in found.items():
+        torch.testing.assert_close(x, expected[name], rtol=0, atol=CLOSE, msg=name)
 
 
 @each_case
-@each_size
-@pytest.mark.parametrize("kind", ["one", "odd", "borders"])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("kind", KINDS)
 def test_whole_sequences(case, ranks, kind):
-    """In both layouts, with spans of few tokens and with one span, on a double ring if there is."""
-    mask, tensors = documents(case.tokens, kind), random_qkv(1, case.tokens, HEADS, KV_HEADS, SIZE)
-    expected = expected_of(case, mask, tensors)
-    layouts = [Layout.zigzag(case.tokens, ranks), Layout.balanced(mask, ranks)]
-    options = [{"group_bytes": 3000}, {"strategy": "all-gather"}]
-    options[1] |= {"inner": 2} if ranks in (4, 8) else {}
-    for layout, more in zip(layouts, options, strict=True):
-        found = ring_results(layout, tensors, SIZE**-0.5, mask=mask, sparse=case.extension, **more)
-        check_close(found[:5], expected)
+    """Each number of ranks meets each layout. Some rings are double, and some spans are short."""
+    number, mask = KINDS.index(kind), documents(case, kind)
+    layout = made_layout(LAYOUTS[(number + ranks) % 4], mask, ranks)
+    options = {"strategy": "all-gather"} if number % 2 else {"group_bytes": 3000}
+    options |= {"inner": 2} if ranks in (4, 8) and number < 2 else {}
+    found = over_ranks(case, layout, mask, make_tensors(case, case.tokens, sinks=False), **options)
+    check_close(found, expected_of(case, kind, sinks=False))
 
 
 @each_case
-def test_strategies_of_what_is_near(case):
-    mask, tensors = documents(case.tokens, "odd"), random_qkv(1, case.tokens, HEADS, KV_HEADS, SIZE)
-    expected = expected_of(case, mask, tensors)
-    for strategy in ("plain-ring", "ring", "ulysses"):
-        layout = Layout.balanced(mask, 2)
-        options = {"mask": mask, "sparse": case.extension, "strategy": strategy}
-        check_close(ring_results(layout, tensors, SIZE**-0.5, **options)[:5], expected)
+@pytest.mark.parametrize("strategy", strategies.names())
+def test_strategies(case, strategy):
+    """Those that cannot plan it refuse it by its name."""
+    mask, found = documents(case, "edges"), strategies.load(strategy)
+    tensors = make_tensors(case, mask.seq_len)
+    layout, options = made_layout("balanced", mask, 2), {"strategy": strategy}
+    if not found.takes_scorings and not isinstance(case, Chosen):
+        with pytest.raises(ValueError, match=f"dense attention only, not {case.extension.name}"):
+            over_ranks(case, layout, mask, tensors, **options)
+        return
+    expected = expected_of(case, "edges", sinks=True)
+    check_close(over_ranks(case, layout, mask, tensors, **options), expected)
+    if found.takes_hosts:
+        layout = Layout.zigzag(mask.seq_len, 4)
+        check_close(over_ranks(case, layout, mask, tensors, inner=2, **options), expected)
 
 
 @each_case
 def test_rows_have_documents_of_their_own(case):
-    masks = [documents(case.tokens, kind) for kind in ("odd", "one")]
-    tensors = random_qkv(2, case.tokens, HEADS, KV_HEADS, SIZE)
-    rows = [tuple(x[i : i + 1] for x in tensors) for i in range(2)]
-    each = [expected_of(case, *row) for row in zip(masks, rows, strict=True)]
-    expected = [torch.cat(parts) for parts in zip(*each, strict=True)]
-    layout = Layout.zigzag(case.tokens, 3)
-    found = ring_results(layout, tensors, SIZE**-0.5, mask=masks, sparse=case.extension)
-    check_close(found[:5], expected)
+    masks = [documents(case, kind) for kind in ("odd", "one")]
+    tensors, each = make_tensors(case, case.tokens, batch=2), []
+    for row, mask in enumerate(masks):
+        own = {x: y[row : row + 1] if len(y) == 2 else y for x, y in tensors.items()}
+        leaves = find_leaves(own)
+        each.append(differentiate(case.define(mask, leaves), leaves, own))
+    batched = ("q", "k", "v", "out", "lse")
+    expected = {
+        x: torch.cat([row[x] for row in each]) if x in batched else sum(row[x] for row in each)
+        for x in each[0]
+    }
+    check_close(over_ranks(case, Layout.zigzag(case.tokens, 3), masks, tensors), expected)
 
 
-@each_case
+@cases(lambda case: case.has_parts)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["odd", "borders"])
 def test_chunks(case, ranks, kind):
     """Forward and backward, with documents across, at and within borders of chunks."""
-    mask, tensors = documents(case.tokens, kind), random_qkv(1, case.tokens, HEADS, KV_HEADS, SIZE)
-    out, _, *grads = expected_of(case, mask, tensors)
+    mask, tensors = documents(case, kind), make_tensors(case, case.tokens)
 
     def work(ring):
-        sp = SequenceParallel(ring.rank, ring.size, process_group=ring)
-        chunks, found = Chunks(mask, 16, 1, sp), []
+        chunks, found = Chunks(mask, 16, 1, share(ring)), []
         for chunk in chunks.forward():
-            chunk.attend(0, *map(chunk.shard, tensors[:3]), sparse=case.extension)
+            case.call_part(chunk, mask, cut(tensors, chunk))
         for chunk in chunks.backward():
-            own = [chunk.shard(x).requires_grad_() for x in tensors[:3]]
-            part = chunk.attend(0, *own, sparse=case.extension)
-            found.append([part, *torch.autograd.grad(part, own, chunk.shard(tensors[3]))])
-        joined = [torch.cat(parts[::-1], 1).detach() for parts in zip(*found, strict=True)]
-        return chunks.layout, joined
+            own = cut(tensors, chunk)
+            leaves = find_leaves(own)
+            results = {"out": case.call_part(chunk, mask, leaves)}
+            found.insert(0, differentiate(results, leaves, own))
+        return chunks.layout, {
+            x: torch.cat([part[x] for part in found], 1)
+            if x in dims
+            else sum(part[x] for part in found)
+            for x in found[0]
+        }
 
+    dims = dict.fromkeys(("q", "k", "v", "out"), 1)
     layouts, results = zip(*simulate(ranks, work), strict=True)
-    found = [layouts[0].unshard(list(x), 1) for x in zip(*results, strict=True)]
-    check_close(found, [out, *grads])
+    check_close(join_results(layouts[0], results, dims), expected_out_of(case, kind))
 
 
-@each_case
+def cut(tensors: dict[str, Tensor], chunk: Any) -> dict[str, Tensor]:
+    sharded = ("q", "k", "v", "dout")
+    return {x: chunk.shard(y) if x in sharded else y for x, y in tensors.items() if x != "dlse"}
+
+
+@functools.cache
+def expected_out_of(case: Case, kind: str) -> dict[str, Tensor]:
+    """Return what `expected_of` returns, if only out has a gradient."""
+    mask = documents(case, kind)
+    tensors = make_tensors(case, mask.seq_len)
+    leaves = find_leaves(tensors)
+    return differentiate({"out": case.define(mask, leaves)["out"]}, leaves, tensors)
+
+
+@cases(lambda case: case.has_parts)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_prompts_and_new_tokens(case, ranks):
     """New tokens one at a time and several at once, after a prompt that ends within a block."""
-    tensors = random_qkv(1, case.tokens, HEADS, KV_HEADS, SIZE)
-    expected, _, *_ = expected_of(case, Mask.causal(case.tokens), tensors)
+    mask, tensors = documents(case, "one"), make_tensors(case, case.tokens)
     prompt = case.tokens - 24
 
     def work(ring):
-        sp = SequenceParallel(ring.rank, ring.size, process_group=ring)
-        cache, found = Cache(sp, 1, case.tokens), []
+        cache, found = Cache(share(ring), 1, case.tokens), []
         with torch.no_grad():
             for chunk in cache.prefill(prompt, 16):
-                own = (chunk.shard(x[:, :prompt]) for x in tensors[:3])
-                chunk.attend(0, *own, sparse=case.extension)
-            for start, stop in ((0, 1), (1, 13), (13, 24)):
-                own = (x[:, prompt + start : prompt + stop] for x in tensors[:3])
-                found.append(cache.attend(0, *own, sparse=case.extension))
+                case.call_part(chunk, mask, cut(span_of(tensors, 0, prompt), chunk))
+            for span in ((0, 1), (1, 13), (13, 24)):
+                own = span_of(tensors, *(prompt + at for at in span))
+                found.append(case.call_part(cache, mask, own))
         return torch.cat(found, 1)
 
+    expected = expected_of(case, "one", sinks=True)["out"][:, prompt:]
     for found in simulate(ranks, work):
-        assert (found - expected[:, prompt:]).abs().max() < CLOSE
+        check_close({"out": found}, {"out": expected})
 
 
-@each_case
+def share(ring: Any) -> SequenceParallel:
+    return SequenceParallel(ring.rank, ring.size, process_group=ring)
+
+
+def span_of(tensors: dict[str, Tensor], start: int, stop: int) -> dict[str, Tensor]:
+    return {x: y[:, start:stop] if x in ("q", "k", "v", "dout") else y for x, y in tensors.items()}
+
+
+@cases(lambda case: not case.has_parts)
+def test_parts_are_refused_by_name_on_all_ranks(case):
+    mask, tensors = documents(case, "one"), make_tensors(case, case.tokens, sinks=False)
+
+    def work(ring):
+        sp = share(ring)
+
+        def refuse(part, own):
+            with pytest.raises(ValueError) as caught:
+                case.call_part(part, mask, own)
+            return str(caught.value)
+
+        errors = [refuse(Cache(sp, 1, case.tokens), tensors)]
+        prompt = Cache(sp, 1, case.tokens).prefill(case.tokens, 16)
+        for loop in (Chunks(mask, 16, 1, sp).forward(), prompt):
+            with closing(loop):
+                chunk = next(loop)
+                errors.append(refuse(chunk, cut(tensors, chunk)))
+        return errors
+
+    for errors in simulate(2, work):
+        reason = f"{case.extension.name} has no chunks, prompts or new tokens"
+        assert all(reason in error for error in errors), errors
+
+
+@cases(lambda case: case.holds_nan)
 def test_nan_stays_in_its_document(case):
-    half = case.tokens // 2
-    mask, layout = Mask.documents((0, half, case.tokens)), Layout.zigzag(case.tokens, 2)
-    tensors = random_qkv(1, case.tokens, HEADS, KV_HEADS, SIZE)
-    options = {"mask": mask, "sparse": case.extension}
-    clean = ring_results(layout, tensors, SIZE**-0.5, **options)
-    broken = [x.clone() for x in tensors]
-    for x in broken:
-        x[:, :half] = torch.nan
-    found = ring_results(layout, broken, SIZE**-0.5, **options)
-    for n in (0, 2, 3, 4):
-        assert found[n][:, half:].equal(clean[n][:, half:])
+    half, layout = case.tokens // 2, Layout.zigzag(case.tokens, 2)
+    mask = Mask.documents((0, half, case.tokens))
+    tensors = make_tensors(case, case.tokens, sinks=False)
+    broken = {x: y.clone() for x, y in tensors.items()}
+    for x in ("q", "k", "v", "dout"):
+        broken[x][:, :half] = torch.nan
+    clean, found = (over_ranks(case, layout, mask, given) for given in (tensors, broken))
+    assert found["out"][:, :half].isnan().all()
+    for x in ("out", "q", "k", "v"):
+        assert found[x][:, half:].equal(clean[x][:, half:])
 
 
 @each_case
 def test_what_excludes_it_is_refused_on_all_ranks(case):
-    tensors = random_qkv(1, 24, HEADS, KV_HEADS, SIZE)[:3]
-    tree = Mask.tree([8, 8, 8], [None, 0, 0])
-    for options, message in (
-        ({"causal": True, "softcap": 2.0}, "softcap"),
-        ({}, "causal"),
-        ({"mask": Mask.window(24, 5)}, "causal documents"),
-        ({"mask": tree}, "causal documents"),
-        ({"causal": True, "choose_by": (tensors[0],)}, "choose_by"),
-    ):
+    """One rank passes it. The others name this rank and its error."""
+    layout, mask = Layout.zigzag(case.tokens, 2), documents(case, "one")
+    tensors = make_tensors(case, case.tokens, sinks=False)
+    for options, message in case.refused:
 
         def work(ring, options=options):
-            own = [Layout.zigzag(24, 2).shard(x, ring.rank, 1) for x in tensors]
+            own = {x: layout.shard(tensors[x], ring.rank) for x in "qkv"} | case.learned
             with pytest.raises((ValueError, TypeError)) as caught:
-                burst_attn_func(*own, sparse=case.extension, process_group=ring, **options)
+                case.call(mask, own, process_group=ring, **(options if ring.rank else {}))
             return str(caught.value)
 
         texts = simulate(2, work)
         assert all(message in text for text in texts), texts
+
+
+@each_choice
+def test_short_documents_are_dense_to_the_bit(case):
+    mask = Mask.documents((0, case.edge, case.edge + 9))
+    layout, tensors = Layout.zigzag(mask.seq_len, 2), make_tensors(case, mask.seq_len)
+    found = over_ranks(case, layout, mask, tensors)
+    dense = over_ranks(case, layout, mask, tensors, sparse=None)
+    assert all(x.equal(dense[name]) for name, x in found.items())
+
+
+@each_choice
+def test_configurations_and_layers(case):
+    """A layer refuses what excludes it."""
+    assert read_extension(write_extension(case.extension)) == case.extension
+    for option in ({"window": 3}, {"softcap": 2.0}):
+        [name] = option
+        with pytest.raises(ValueError, match=f"expected sparse or {name}, got "):
+            BurstAttention(32, 4, sparse=case.extension, **option)

@@ -22,8 +22,7 @@ from train.engine.fp8 import convert
 from train.registry import load
 from train.run.distributed import rank_timeout
 from train.run.watchdog import Watchdog
-from train.settings.checks import check_strategy
-from train.settings.config import TrainConfig
+from train.settings.config import TrainConfig, check_strategy
 from train.settings.kinds import ModelConfig, kind_of
 from train.settings.settings import DTYPES
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from train.base.wording import counted
 from train.engine import Engine
-from train.settings.settings import Settings
+from train.settings.settings import OptimizerSettings
 
 _CALMER = (
     "give a smaller --lr than {:g}; if the last good checkpoint still explodes, resume from an "
@@ -38,7 +38,7 @@ class Progress:
 def optimize(
     engine: Engine,
     progress: Progress,
-    settings: Settings,
+    settings: OptimizerSettings,
     loss: float,
     lr: float,
     say: Callable[[str], None],
@@ -62,7 +62,7 @@ def optimize(
     return {"loss": loss, "grad_norm": grad_norm}
 
 
-def learning_rate(step: int, settings: Settings) -> float:
+def learning_rate(step: int, settings: OptimizerSettings) -> float:
     """Return the learning rate of optimizer step `step`, counted from 1."""
     if step <= settings.warmup:
         return settings.lr * step / settings.warmup

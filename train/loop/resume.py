@@ -22,20 +22,13 @@ from train.data.source import Source
 from train.data.tokenizer import Tokenizer
 from train.loop.progress import Progress, learning_rate
 from train.settings.config import TrainConfig
+from train.settings.facts import REPLACES, TECHNICAL
 from train.settings.kinds import ModelConfig, config_of, saved_model
-from train.settings.settings import fields_by_group
+from train.settings.settings import FACTS
 
-# settings that do not affect the result
-_TECHNICAL = {
-    *(field.name for field in fields_by_group()["the run"]),
-    *("processes", "restarts", "max_skips", "stop_after"),
-    *("checkpointing", "checkpointing_blocks", "checkpointing_every", "chunk"),
-    *("offload", "offload_optimizer", "allow_other_tokenizer"),
-    *("model", "init_from", "untie", "grow_vocabulary", "accept_field"),  # the model is compared
-} - {"seed", "skip_data"}
 _NOTES = {"max_position_embeddings", "family"}  # fields of a model that no computation uses
-# fields of a model that a stage may change
-_CHANGED_BY_STAGES = {"rope_theta", "rope_scaling", "window", "window_pattern", "sparse"}
+_REPLACED = {name for name, facts in FACTS.items() if REPLACES in facts.scope}
+_CHANGED_BY_STAGES = {*_REPLACED, "window_pattern"}  # fields of a model
 _STAGE = (
     "give --new-stage to start another stage from its weights and optimizer, with --resume "
     "CHECKPOINT and another --output"
@@ -235,12 +228,11 @@ def _differences(before: dict, now: dict) -> dict[str, tuple]:
 
 def _list_changes(differences: dict[str, tuple], tokenizer: Tokenizer | None = None) -> str:
     """List changes with both values: settings as options, begin tokens by name."""
-    settings = {field.name for field in dataclasses.fields(TrainConfig)}
     changed = []
     for name, values in differences.items():
         if name == "bos" and tokenizer:
             values = tuple(_token_name(token, tokenizer) for token in values)
-        changed.append(_show_change(flag(name) if name in settings else name, *values))
+        changed.append(_show_change(flag(name) if name in FACTS else name, *values))
     return ", ".join(changed)
 
 
@@ -268,9 +260,10 @@ def print_changes(
     changed = _changed_fields(config_of(state["model"]), config_of(now["model"]))
     before, now = _settings(state), _settings(now)
     # the model itself was compared, and checkpoints remember skipped data, which the run prints
-    unprinted = {*_TECHNICAL, *_CHANGED_BY_STAGES, "skip_data"}
     changed |= {
-        k: (before.get(k), v) for k, v in now.items() if k not in unprinted and before.get(k) != v
+        k: (before.get(k), v)
+        for k, v in now.items()
+        if _affects_result(k) and k not in (*_REPLACED, "skip_data") and before.get(k) != v
     }
     if changed:
         ranks.warn(f"changed since the checkpoint: {_list_changes(changed, tokenizer)}")
@@ -282,8 +275,12 @@ def changed_settings(state: dict, config: TrainConfig) -> str:
     """Return the settings that differ between a state and `config` and affect the result."""
     now = json.loads(json.dumps(config.to_dict()))  # as a state is stored
     changed = _differences(state["config"], now)
-    kept = [name for name in changed if name in now and name not in _TECHNICAL]
+    kept = [name for name in changed if name in now and _affects_result(name)]
     return ", ".join(_show_change(flag(name), *changed[name]) for name in kept)
+
+
+def _affects_result(name: str) -> bool:
+    return TECHNICAL not in FACTS[name].scope
 
 
 def _settings(state: dict) -> dict:
@@ -298,8 +295,7 @@ def _settings(state: dict) -> dict:
 
 
 def _print_jump(state: dict, config: TrainConfig, next_step: int) -> None:
-    known = {field.name for field in dataclasses.fields(TrainConfig)}
-    then = TrainConfig(**{name: value for name, value in state["config"].items() if name in known})
+    then = TrainConfig(**{name: value for name, value in state["config"].items() if name in FACTS})
     last, lr = learning_rate(state["step"], then), learning_rate(next_step, config)
     expected = learning_rate(state["step"] + 1, then) if state["step"] < then.steps else last
     if not math.isclose(lr, expected, rel_tol=_JUMP):

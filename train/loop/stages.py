@@ -28,25 +28,16 @@ from train.loop.building import check_world
 from train.loop.inputs import Inputs, check_same_data, keep_documents_apart, open_inputs
 from train.loop.resume import changed_settings
 from train.loop.wandb_run import check_installed
-from train.run.distributed import choose_engine, shared_options
+from train.run.distributed import choose_engine
 from train.run.replacement import agree_on_store
 from train.settings.config import TrainConfig
+from train.settings.facts import ALL_STAGES, ONE_STAGE, Facts
 from train.settings.options import make_config, parse_options, read_file, read_values
+from train.settings.settings import FACTS, shared_options
 
 STAGE = "BMT_BURST_STAGE"  # environment variable of a replaced process: the number of its stage
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _FOLDER = re.compile(r"\d\d+-.+")
-_COMMON = {
-    *("model", "init_from", "accept_field", "allow_other_tokenizer", "untie", "grow_vocabulary"),
-    *("processes", "restarts", "output", "time_limit"),
-}
-# options with numbers of one stage
-_OWN = {"skip_data", "stop_after"}
-_REFUSED = {
-    "resume": "stages always resume where they stopped; to repeat steps, remove checkpoints",
-    "new_stage": "each table of the file is a stage",
-    "save": "a stage begins at a checkpoint of the one before",
-}
 
 
 @dataclass(frozen=True)
@@ -191,10 +182,11 @@ def read_stages(file: Path, given: Mapping[str, Any]) -> Stages:
     if "config" in given:
         raise ValueError("--config does not go with --stages, whose file has the options")
     common = read_values(common, str(file)) | dict(given)
-    for name, reason in _REFUSED.items():
-        if name in common and (name, common[name]) not in (("resume", "auto"), ("save", True)):
+    for name, value in common.items():
+        reason = FACTS[name].no_stages
+        if reason and (name, value) not in (("resume", "auto"), ("save", True)):
             raise ValueError(f"{flag(name)} does not go with --stages: {reason}")
-    if misplaced := sorted(common.keys() & _OWN):
+    if misplaced := sorted(name for name in common if ONE_STAGE in FACTS[name].scope):
         raise ValueError(
             f"{flag(misplaced[0])} is for one stage: give it in its table [[stage]] of {file}"
         )
@@ -232,7 +224,7 @@ def _make_stage(
         raise ValueError(
             f"{where} sets {twice[0]}: leave out {flag(twice[0])}, which is for all stages"
         )
-    if misplaced := sorted(own.keys() & (_COMMON | _REFUSED.keys())):
+    if misplaced := sorted(name for name in own if _is_common(FACTS[name])):
         raise ValueError(f"{where}: {misplaced[0]} is the same in all stages: put it at the top")
     root = Path(common.get("output", TrainConfig.output))
     values = {**common, **own, "output": str(root / f"{number:02d}-{name}"), "resume": "auto"}
@@ -240,6 +232,10 @@ def _make_stage(
         return Stage(number, name, TrainConfig(**values))
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
+
+
+def _is_common(facts: Facts) -> bool:
+    return ALL_STAGES in facts.scope or facts.no_stages is not None
 
 
 def _check_folders(file: Path, stages: Sequence[Stage]) -> None:

@@ -13,7 +13,7 @@ from collections import deque
 from pathlib import Path
 
 from train.base.signals import has_agent, has_launcher
-from train.settings.values import parse_duration
+from train.settings.facts import parse_duration
 
 _KEPT = 16  # steps and saves of which the longest counts
 _STEPS = 2  # the rest of one, and another one, until the ranks decide again

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 from bmt_burst.sequence.layout import count_chunks
 from models.config import CPMConfig
-from train.settings.checks import refuses_chunk
-from train.settings.config import TrainConfig
+from train.settings.config import TrainConfig, refuses_chunk
 from train.settings.kinds import ModelConfig, kind_of
 
 from .memory import Step, plan_step

@@ -14,31 +14,11 @@ import torch.distributed as dist
 from bmt_burst import kernels
 from train.base import ranks
 from train.base.signals import has_launcher
-from train.base.wording import counted, flag
+from train.base.wording import counted
 from train.engine.fp8 import check_device
 from train.run.replacement import open_store
 from train.settings.config import TrainConfig
-from train.settings.kinds import PRESETS
-
-# Hosts may have paths of their own. check_same_data and check_shared compare what is there.
-_PATHS = {"model", "init_from", "data", "val_data", "output", "resume", "run", "tokenizer", "text"}
-_NAMES = (None, "auto", "never", *PRESETS)  # values of these options that are no paths
-# options that a host or a rank may have for itself; the engine and device they lead to are compared
-_OF_HOST = {
-    *("processes", "restarts", "engine", "device", "flash"),
-    *("log_every", "wandb", "profile", "time_limit"),
-}
-
-
-def shared_options(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that must be equal on all ranks, by option. Of a path, only that it is
-    given.
-    """
-    return {
-        flag(name): "PATH" if name in _PATHS and value not in _NAMES else value
-        for name, value in settings.items()
-        if name not in _OF_HOST
-    }
+from train.settings.settings import shared_options
 
 
 def init_distributed(config: TrainConfig, shared: Mapping[str, Any] | None = None) -> torch.device:

@@ -53,6 +53,8 @@ def launch(
     second Ctrl-C. A failure that a rank has explained (code 2) is not followed by a restart.
     """
     stop = StopSignal(lambda signum: print_error(describe_stop(signum) if outlook else "stopping"))
+    # ranks print nothing until they have imported torch
+    print_error(f"starting {processes} process" + "es" * (processes > 1))
     made, options = 0, list[str]()
     while isinstance(ended := _run_ranks([*argv, *options], processes, stop, outlook), _Failure):
         if made == restarts or ended.code == _EXPLAINED or stop.received:

@@ -1,4 +1,4 @@
-"""The configuration of a pretraining run: its settings, checked, and the model that they name."""
+"""The configuration of a run: its settings, checked together, and the model that they name."""
 
 from __future__ import annotations
 
@@ -8,15 +8,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from bmt_burst import Layout, Scores, kernels, strategies
+from bmt_burst.bias.kernels import load
+from bmt_burst.bias.scoring import TableScoring
+from bmt_burst.sequence.layout import count_chunks
+from bmt_burst.sequence.mask import Mask
+from bmt_burst.spec import Spec
 from models.config import CPMConfig
 from models.json_files import read_json
 from models.tensor_files import is_file
 from models.weights import Expected
-from train.base.wording import flag
+from train.base.wording import counted, flag
 from train.checkpoints import checkpoint
-from train.engine.fp8 import check_model
+from train.engine.fp8 import MULTIPLE, check_model
 from train.registry import KINDS, Kind
-from train.settings.checks import check_layers, check_settings
+from train.settings.facts import REPLACES, parse_steps
 from train.settings.kinds import (
     DEFAULT_MODEL,
     PRESETS,
@@ -27,22 +35,68 @@ from train.settings.kinds import (
     read_model,
     saved_model,
 )
-from train.settings.settings import Settings
+from train.settings.settings import (
+    FACTS,
+    DataSettings,
+    ModelSettings,
+    OptimizerSettings,
+    ParallelSettings,
+    RunSettings,
+)
 
-_INSTEAD = ("rope_theta", "rope_scaling", "sparse", "window")  # options that replace the model's
+_LONGEST_TIMEOUT = 1e8  # seconds; longer ones overflow timers
 
 
+# A dataclass has the fields of its last base first.
 @dataclass(frozen=True)
-class TrainConfig(Settings):
-    """All settings of a run. Raises ValueError for settings that do not fit together."""
+class TrainConfig(RunSettings, OptimizerSettings, ParallelSettings, DataSettings, ModelSettings):
+    """All settings of a run. Raises ValueError for settings that are out of range, or that do not
+    fit together.
+    """
 
     def __post_init__(self) -> None:
-        check_settings(self)
+        for name, facts in FACTS.items():
+            facts.check_value(flag(name), getattr(self, name))
+        _check_needs(self)
+        if self.fp8:
+            _check_fp8(self)
+        _check_saving(self)
+        check_strategy(self, _check_groups(self))
+        if self.chunk is not None and (reason := refuses_chunk(self, self.chunk)):
+            raise ValueError(reason)
+        _check_steps(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def pick_engine(self, has_bmtrain: bool) -> str:
+        """Return the engine. "auto" is torch for --fp8, else bmtrain if there is one."""
+        if self.engine != "auto":
+            return self.engine
+        return "bmtrain" if has_bmtrain and not self.fp8 else "torch"
+
+    @property
+    def tokens_of_chunk(self) -> int | None:
+        """--chunk, or None if a sequence is no longer: a single chunk would keep keys for
+        nothing.
+        """
+        is_one = self.chunk is None or self.chunk >= self.seq_len
+        return None if is_one else self.chunk
+
+    @property
+    def saves_while_training(self) -> bool:
+        """Whether checkpoints are due between steps, and may be written in the background."""
+        return self.save and self.save_in_background and 0 < self.save_every < self.last_step
+
+    @property
+    def profiled_steps(self) -> range:
+        """The steps of --profile."""
+        return parse_steps(self.profile, self.steps) if self.profile else range(0)
 
     def model_config(self) -> ModelConfig:
         """Return the model's shape. Raises ValueError for options that do not go with the model."""
         named = self.named_model()
-        instead = {name: getattr(self, name) for name in _INSTEAD}
+        instead = {n: getattr(self, n) for n, facts in FACTS.items() if REPLACES in facts.scope}
         given = {name: value for name, value in instead.items() if value is not None}
         try:
             model = dataclasses.replace(named, **given)
@@ -164,9 +218,191 @@ class TrainConfig(Settings):
 
     def _check_kind(self, kind: Kind) -> None:
         """Raise ValueError for options that do not go with such a model."""
-        for name, reason in kind.refused.items():
+        for name, facts in FACTS.items():
             value = getattr(self, name)
-            if value is not False and value not in (None, "auto"):
+            given = value is not False and value not in (None, "auto")
+            if kind is not KINDS[0] and facts.instances and given:
                 raise ValueError(
-                    f"{flag(name)} does not go with {self.model_name}, a {kind.name}: {reason}"
+                    f"{flag(name)} does not go with {self.model_name}, a {kind.name}: "
+                    f"{facts.instances}"
                 )
+
+
+def _check_needs(settings: TrainConfig) -> None:
+    """Raise ValueError for an option without another one that it needs."""
+    for name in ("allow_other_tokenizer", "grow_vocabulary"):
+        if getattr(settings, name) and not settings.init_from:
+            raise ValueError(f"{flag(name)} needs --init-from, which is not given")
+    if settings.accept_field is not None and settings.model_file is None:
+        raise ValueError("--accept-field needs --init-from FOLDER or --model FILE, got neither")
+    if settings.accept_field is not None and not settings.accepted_names:
+        raise ValueError(
+            f"--accept-field must name fields of config.json, got {settings.accept_field!r}"
+        )
+    if settings.new_stage and settings.resume == "never":
+        raise ValueError("--new-stage needs the checkpoint to start from: give --resume CHECKPOINT")
+    if settings.skip_data and settings.resume == "never":
+        raise ValueError(
+            "--skip-data needs a checkpoint to resume from: give --resume auto or --resume "
+            "CHECKPOINT"
+        )
+    if "positions" in settings.evaluation_tasks and not settings.val_data:
+        raise ValueError("--eval-tasks positions needs --val-data, which is not given")
+    if settings.documents == "ignore" and settings.bos not in ("auto", "none"):
+        raise ValueError(
+            f"--bos {settings.bos} does not go with --documents ignore, which makes rows one text"
+        )
+
+
+def _check_fp8(settings: TrainConfig) -> None:
+    """Raise ValueError for options that exclude --fp8."""
+    if settings.engine == "bmtrain":
+        raise ValueError("--fp8 needs --engine torch, got --engine bmtrain")
+    if settings.dtype != "bf16":
+        raise ValueError(f"--fp8 needs --dtype bf16, got --dtype {settings.dtype}")
+    tokens, multiple = settings.seq_len, MULTIPLE * settings.sp_size
+    if tokens % multiple:
+        raise ValueError(
+            f"--fp8 with --sp-size {settings.sp_size} needs --seq-len as a multiple of {multiple}, "
+            f"got {tokens}"
+        )
+    if settings.mlp_tile is not None and settings.mlp_tile % MULTIPLE:
+        raise ValueError(
+            f"--fp8 needs --mlp-tile as a multiple of {MULTIPLE}, got {settings.mlp_tile}"
+        )
+
+
+def _check_saving(settings: TrainConfig) -> None:
+    """Raise ValueError if options for what blocks save do not go together."""
+    blocks, every = settings.checkpointing_blocks, settings.checkpointing_every
+    needing = {
+        "--offload": settings.offload or None,
+        "--checkpointing-blocks": blocks,
+        "--checkpointing-every": every,
+    }
+    for option, value in needing.items():
+        if value is not None and settings.checkpointing == "none":
+            raise ValueError(f"{option} needs --checkpointing selective or full")
+    if every is not None and blocks is not None:
+        raise ValueError("--checkpointing-every excludes --checkpointing-blocks: give one of them")
+
+
+def check_layers(settings: TrainConfig, model: CPMConfig) -> None:
+    """Raise ValueError for options that exclude layers of the model."""
+    if model.lightning_layers and settings.layout == "striped":
+        raise ValueError(
+            "--layout striped excludes lightning layers, whose ranks would send a state for each "
+            "token: give --layout zigzag"
+        )
+
+
+def refuses_chunk(settings: TrainConfig, tokens: int) -> str | None:
+    """Return why a run with these settings cannot have --chunk `tokens`, or None if it can."""
+    ranks, count = settings.sp_size, count_chunks(settings.seq_len, tokens)
+    shortest = settings.seq_len // count
+    if shortest < ranks:
+        return (
+            f"--chunk {tokens} cuts --seq-len {settings.seq_len} into chunks of "
+            f"{counted(shortest, 'token')}, too few for {counted(ranks, 'rank')}: give at least "
+            f"{-(-settings.seq_len // (settings.seq_len // ranks))}"
+        )
+    strategy = settings.attention["strategy"]
+    if strategy in ("ulysses", "usp"):
+        given = f"--strategy {strategy}" if settings.ulysses_size is None else "--ulysses-size"
+        return (
+            f"--chunk excludes {given}, which refuses queries that attend to keys of earlier "
+            "chunks: leave it out, and the ring is used"
+        )
+    if settings.fp8 and settings.seq_len % (count * MULTIPLE * ranks):
+        return (
+            f"--fp8 with --sp-size {ranks} needs chunks of a multiple of {MULTIPLE * ranks} "
+            f"tokens, got {counted(count, 'chunk')} of --seq-len {settings.seq_len} by --chunk "
+            f"{tokens}"
+        )
+    return None
+
+
+def _check_groups(settings: TrainConfig) -> int:
+    """Return the number of ranks in a group. Raises ValueError for groups that cannot be made."""
+    inner, ulysses, ranks = settings.inner_size, settings.ulysses_size, settings.sp_size
+    strategy = settings.strategy
+    if inner is not None and ulysses is not None:
+        raise ValueError(
+            "--inner-size and --ulysses-size both say which ranks are a group: give one of them"
+        )
+    if ulysses is not None and strategy not in ("auto", "usp"):
+        raise ValueError(f"--ulysses-size is for --strategy usp, got --strategy {strategy}")
+    if inner not in (None, 1, ranks) and strategy == "ulysses":
+        raise ValueError(
+            "--strategy ulysses takes all ranks as one group: leave out --inner-size, or choose usp"
+        )
+    if settings.seq_len < ranks:
+        raise ValueError(
+            f"--seq-len {settings.seq_len} is too short for {counted(ranks, 'rank')}; the smallest "
+            f"is {ranks}"
+        )
+    for name, size in (("--inner-size", inner), ("--ulysses-size", ulysses)):
+        if size is not None and ranks % size:
+            raise ValueError(f"{name} {size} does not divide --sp-size {ranks}")
+    if ulysses is None and inner == 1:
+        return ranks  # a ring of hosts with a rank each is one ring
+    return ulysses or inner or ranks
+
+
+def check_strategy(settings: TrainConfig, group_size: int, scores: Scores | None = None) -> None:
+    """Raise ValueError, with the reason, if --strategy cannot run with the other options.
+
+    group_size  consecutive ranks that are a group: the ranks of a host, or --ulysses-size ranks
+    scores      of an example row, for models that add a learned bias to the scores
+    """
+    strategy, layout = settings.attention["strategy"], settings.layout
+    seq_len, ranks = settings.seq_len, settings.sp_size
+    if strategy == "auto":
+        return
+    # Strategies do not refuse numbers of heads or dtypes, so these are examples.
+    sizes = strategies.Sizes(1, ranks, ranks, 16, torch.float32, torch.float32)
+    problem = strategies.Problem(
+        mask=scores.mask if scores else Mask.causal(seq_len),
+        layout=Layout.named("zigzag" if layout == "auto" else layout, seq_len, ranks),
+        spec=Spec(1.0),
+        kernel=kernels.load("reference"),
+        sizes=sizes,
+        inner=group_size,
+        outer=ranks // group_size,
+        scoring=TableScoring(scores, load("reference")) if scores else strategies.DENSE,
+    )
+    if reason := strategies.load(strategy).refuses(problem):
+        options = f"--strategy {strategy}"
+        if layout != "auto":
+            options += f" with --layout {layout}"
+        raise ValueError(f"{options}, --seq-len {seq_len} and --sp-size {ranks}: {reason}")
+
+
+def _check_steps(settings: TrainConfig) -> None:
+    """Raise ValueError if steps, the learning rates of the schedule and the timeout do not fit."""
+    if settings.timeout > _LONGEST_TIMEOUT:
+        raise ValueError(
+            f"--timeout must be at most {_LONGEST_TIMEOUT:.0e} seconds, got {settings.timeout}"
+        )
+    if not 0 <= settings.min_lr_ratio <= 1:
+        raise ValueError(
+            f"--min-lr-ratio must be at least 0 and at most 1, got {settings.min_lr_ratio}"
+        )
+    if settings.stop_after is not None and settings.stop_after > settings.steps:
+        raise ValueError(
+            f"--stop-after {settings.stop_after} is beyond --steps {settings.steps}, the last step"
+        )
+    if settings.profile:
+        parse_steps(settings.profile, settings.steps)
+    if settings.schedule != "wsd":
+        return
+    if settings.min_lr_ratio == 0:
+        raise ValueError(
+            "--min-lr-ratio must be above 0 for --schedule wsd, which decays exponentially; "
+            "other schedules may end at 0"
+        )
+    if settings.warmup + settings.decay > settings.steps:
+        raise ValueError(
+            f"--warmup-steps {settings.warmup} and --decay-steps {settings.decay} are together "
+            f"longer than the run, --steps {settings.steps}"
+        )

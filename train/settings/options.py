@@ -15,7 +15,7 @@ from train.base.command_line import ArgumentParser
 from train.base.wording import flag
 from train.data.shares import parse_sources
 from train.settings.config import TrainConfig
-from train.settings.settings import fields_by_group
+from train.settings.settings import COMPONENTS, FACTS
 
 _SOURCES = str | dict  # a path, or texts by name
 _KINDS = {
@@ -77,24 +77,24 @@ def _parser() -> ArgumentParser:
 
 def add_options(parser: argparse.ArgumentParser, names: Collection[str]) -> None:
     """Add the options of TrainConfig called `names` to a parser, without defaults."""
-    for name, fields in fields_by_group().items():
-        if wanted := [f for f in fields if f.name in names]:
-            group = parser.add_argument_group(name)
+    for title, component in COMPONENTS.items():
+        if wanted := [f for f in dataclasses.fields(component) if f.name in names]:
+            group = parser.add_argument_group(title)
             for f in wanted:
                 _add_option(group, f)
 
 
 def _add_option(group: Any, f: dataclasses.Field) -> None:
     """Add the option of a field of TrainConfig."""
-    kind, choices = _kind_of(f), f.metadata.get("choices")
+    kind, facts = _kind_of(f), FACTS[f.name]
     shown = "" if f.default is None else f" (default: {f.default})"
-    extra: dict[str, Any] = {"help": f.metadata["help"].replace("%", "%%") + shown}
+    extra: dict[str, Any] = {"help": facts.help.replace("%", "%%") + shown}
     if kind is bool:
         extra["action"] = argparse.BooleanOptionalAction
     elif kind is _SOURCES:
         extra |= {"action": SourcesAction, "nargs": "+", "metavar": "PATH"}
-    elif choices:
-        extra |= {"type": kind, "choices": choices}
+    elif facts.choices:
+        extra |= {"type": kind, "choices": facts.choices}
     elif kind is dict:
         extra |= {"type": _json_object, "metavar": "JSON"}
     else:

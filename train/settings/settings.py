@@ -1,90 +1,128 @@
-"""The settings of a pretraining run, as fields: options.py, checks.py and config.py use them."""
+"""The settings of a run: five components, whose fields have all facts about them (facts.py).
+
+`TrainConfig` (config.py) joins the components.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from bmt_burst import strategies
+from bmt_burst.extensions import read_extension
 from bmt_burst.offload import Offload
 from bmt_burst.sequence.layout import LAYOUTS
 from models.blocks import CHECKPOINTING, Saving
 from models.huggingface import CONFIG
+from models.rope import RopeScaling
 from models.tensor_files import is_file
+from train.base.wording import flag
+from train.data.shares import parse_shares, validation_folders
+from train.data.skips import parse_range
 from train.evaluation.tasks import parse_tasks
+from train.settings.facts import (
+    ALL_STAGES,
+    HOST,
+    NOWHERE,
+    ONE_STAGE,
+    PATH,
+    REPLACES,
+    TECHNICAL,
+    Facts,
+    check_project,
+    check_time_limit,
+    option,
+)
 from train.settings.kinds import DEFAULT_MODEL, PRESETS
-from train.settings.values import parse_steps
 
 SCHEDULES = ("wsd", "cosine", "linear")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# groups of options, each with its first one, in the order of --help
-_GROUPS = {
-    "model": "model",
-    "data": "data",
-    "processes": "parallelism",
-    "steps": "optimization",
-    "output": "the run",
-}
+_NO_PATHS = (None, "auto", "never", *PRESETS)  # values of settings that are paths otherwise
 
 
-def option(default: Any, help: str, **extra: Any) -> Any:
-    """Return a field with its text in --help, and its `choices` or the `least` number."""
-    return field(default=default, metadata={"help": help, **extra})
+def _check_shares(data: str | Mapping[str, str]) -> None:
+    if not isinstance(data, str):
+        parse_shares(data)
+
+
+def _parse_eval_tasks(names: str) -> tuple[str, ...]:
+    return parse_tasks(names, "--eval-tasks")
 
 
 @dataclass(frozen=True)
-class Settings:
-    """The settings of a run."""
+class ModelSettings:
+    """The model and the weights that it starts from."""
 
     model: str | None = option(
         None,
         f"a preset ({', '.join(PRESETS)}), or a JSON file with the fields of CPMConfig or of "
         "CPM-Live's configurations; by default the model of the checkpoint to resume from, or "
         f"{DEFAULT_MODEL}",
+        scope=ALL_STAGES | PATH | TECHNICAL,
     )
     init_from: str | None = option(
         None,
         "starting weights: a folder with a config.json, which then replaces --model; or a file for "
         "--model (.pt, .bin, .pth or .safetensors); docs/pretraining.md lists them",
+        scope=ALL_STAGES | PATH | TECHNICAL,
     )
     accept_field: str | None = option(
         None,
         "unknown fields of the model's config.json that change nothing it computes, with commas "
         "between them; an export has them again",
+        scope=ALL_STAGES | TECHNICAL,
     )
     untie: bool = option(
-        False, "train a head of its own, which starts as that of --init-from or as the embeddings"
+        False,
+        "train a head of its own, which starts as that of --init-from or as the embeddings",
+        scope=ALL_STAGES | TECHNICAL,
+        instances="its head is its embeddings",
     )
     grow_vocabulary: bool = option(
-        False, "with --init-from: add rows for the data's new tokens, after those of the weights"
+        False,
+        "with --init-from: add rows for the data's new tokens, after those of the weights",
+        scope=ALL_STAGES | TECHNICAL,
     )
     allow_other_tokenizer: bool = option(
         False,
         "with --init-from: start even if the tokenizer of the weights differs from the data's",
+        scope=ALL_STAGES | TECHNICAL,
     )
     rope_theta: float | None = option(
-        None, "base of the rotary positions; a larger one suits longer sequences"
+        None,
+        "base of the rotary positions; a larger one suits longer sequences",
+        scope=REPLACES,
+        instances="it has no rotary positions",
+        positive=True,
     )
     rope_scaling: Mapping[str, Any] | None = option(
         None,
         "scaling of the rotary positions, instead of the model's: "
         """'{"kind": "yarn", "factor": 4, "original_length": 32768}'; """
         "models/rope.py lists kinds and numbers",
+        scope=REPLACES,
+        instances="it has no rotary positions",
+        check=RopeScaling.from_dict,
     )
     sparse: Mapping[str, Any] | None = option(
         None,
         "sparse attention in all layers with softmax attention: '{}' for InfLLM-V2 as MiniCPM4 "
         """has it, or with other constants of bmt_burst.InfLLMV2, '{"dense_len": 4096}'""",
+        scope=REPLACES,
+        instances="its attention has a bias",
+        check=read_extension,
     )
     window: int | None = option(
         None,
         "tokens that a token sees, itself included, in layers with a window, else in all",
         least=1,
+        scope=REPLACES,
+        instances="its layers have no windows",
     )
     dtype: str = option(
         "fp32",
@@ -95,27 +133,59 @@ class Settings:
         False,
         "multiply in float8 in the blocks' large linear layers; needs --dtype bf16, the torch "
         "engine, GPUs such as H100, and the package torchao",
+        instances="its blocks are not converted",
     )
+
+    @property
+    def model_file(self) -> Path | None:
+        """The JSON file of the model, or None if a preset or a checkpoint has it."""
+        if self.init_from and not is_file(self.init_from):
+            return Path(self.init_from, CONFIG)
+        return None if self.model is None or self.model in PRESETS else Path(self.model)
+
+    @property
+    def accepted_names(self) -> tuple[str, ...]:
+        """The names of --accept-field."""
+        names = (self.accept_field or "").split(",")
+        return tuple(name.strip() for name in names if name.strip())
+
+    @property
+    def given_model(self) -> str | None:
+        """The option that names the model, with its value, or None if none does."""
+        if self.init_from and not is_file(self.init_from):
+            return f"--init-from {self.init_from}"
+        return f"--model {self.model}" if self.model is not None else None
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """The data, and how it is cut into sequences."""
 
     data: str | Mapping[str, str] = option(
         "data/stdlib/train",
         "folder of training tokens, from prepare_data.py; or several, each as NAME=PATH:WEIGHT",
+        scope=PATH,
+        check=_check_shares,
     )
     val_data: str | Mapping[str, str] | None = option(
         None,
         "folder of validation tokens; or several, each as NAME=PATH, with a loss for each name",
+        scope=PATH,
+        check=validation_folders,
     )
     documents: str = option(
         "auto",
         "mask: tokens attend to their own document only; ignore: a sequence is one text; auto: "
         "mask if the data says where documents start; a resumed run keeps its choice",
         choices=("auto", "mask", "ignore"),
+        instances="its instances say which tokens see each other",
     )
     bos: str = option(
         "auto",
         "the token in front of each document, or none; auto: the tokenizer's begin token, else its "
         "end-of-text token, and none with --documents ignore; a resumed run keeps its choice; "
         "generate.py and evaluate.py: as in training, or as the folder of --init-from says",
+        instances="its instances say themselves how they begin",
     )
     seq_len: int = option(512, "tokens in one sequence, over all ranks that share it", least=1)
     batch_size: int = option(8, "sequences in one optimizer step, over all ranks", least=1)
@@ -125,13 +195,22 @@ class Settings:
         least=1,
     )
 
+
+@dataclass(frozen=True)
+class ParallelSettings:
+    """The ranks, how they share a sequence, and what they keep for the backward."""
+
     processes: int = option(
-        1, "processes to start on this machine; leave at 1 under torchrun", least=1
+        1,
+        "processes to start on this machine; leave at 1 under torchrun",
+        least=1,
+        scope=ALL_STAGES | HOST | TECHNICAL,
     )
     restarts: int = option(
         0,
         "times that a failed run starts again from its last checkpoint, except after exit code 2",
         least=0,
+        scope=ALL_STAGES | HOST | TECHNICAL,
     )
     sp_size: int = option(1, "ranks that share a sequence; the others are data parallel", least=1)
     strategy: str = option(
@@ -153,36 +232,41 @@ class Settings:
         "auto",
         "what shards the model: bmtrain on GPUs, torch (FSDP2) anywhere; auto: bmtrain if possible",
         choices=("auto", "torch", "bmtrain"),
+        scope=HOST,
     )
     device: str = option(
         "auto",
         "where to train; auto: on GPUs if there is one for each process of this machine",
         choices=("auto", "cpu", "cuda"),
+        scope=HOST,
     )
     flash: str = option(
         "auto",
         "the attention kernel, see bmt_burst.burst_attn_func; lightning layers take triton and "
         "reference, and auto for other names",
+        scope=HOST,
     )
     deterministic: bool = option(
         False, "use kernels that give identical bits in every run (CPU kernels always do)"
     )
-
     checkpointing: str = option(
         "none",
         "what the backward recomputes; selective: all except the attention; full: all",
         choices=CHECKPOINTING,
+        scope=TECHNICAL,
     )
     checkpointing_blocks: int | None = option(
         None,
         "apply --checkpointing to this many blocks, the first ones. By default to all; on GPUs, "
         "selective applies to as many as memory needs",
         least=0,
+        scope=TECHNICAL,
     )
     checkpointing_every: int | None = option(
         None,
         "keep only the input of every so many blocks, which the backward computes again",
         least=2,
+        scope=TECHNICAL,
     )
     mlp_tile: int | None = option(
         None,
@@ -195,20 +279,50 @@ class Settings:
         "values and sums of their gradients only, and the forward of all chunks but the last runs "
         "twice; by default a sequence is one chunk",
         least=1,
+        scope=TECHNICAL,
+        instances="its attention has a bias",
     )
     offload: bool = option(
         False,
         "keep saved activations in host memory; needs --checkpointing, and has no effect on CPUs",
+        scope=TECHNICAL,
     )
     offload_optimizer: bool = option(
-        False, "keep master weights and AdamW's state in host memory; engine bmtrain only"
+        False,
+        "keep master weights and AdamW's state in host memory; engine bmtrain only",
+        scope=TECHNICAL,
     )
+
+    @property
+    def attention(self) -> dict[str, Any]:
+        """The options of burst_attn_func for every attention of the model."""
+        has_groups = self.strategy == "auto" and self.ulysses_size is not None
+        strategy = "usp" if has_groups else self.strategy
+        return {"flash": self.flash, "deterministic": self.deterministic, "strategy": strategy}
+
+    def saving(self) -> Saving:
+        """Return the choice of what blocks save for the backward."""
+        return Saving(
+            self.checkpointing,
+            Offload() if self.offload else None,
+            blocks=self.checkpointing_blocks,
+            every=self.checkpointing_every,
+            tile=self.mlp_tile,
+        )
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """The optimizer's steps and their learning rates."""
 
     steps: int = option(1000, "optimizer steps of the whole run", least=1)
     stop_after: int | None = option(
-        None, "save and stop after this step; the schedule is that of --steps", least=1
+        None,
+        "save and stop after this step; the schedule is that of --steps",
+        least=1,
+        scope=ONE_STAGE | TECHNICAL,
     )
-    lr: float = option(1e-3, "peak learning rate")
+    lr: float = option(1e-3, "peak learning rate", positive=True)
     schedule: str = option("wsd", "learning rate after warm-up", choices=SCHEDULES)
     warmup_steps: int | None = option(
         None, "steps of linear warm-up; by default 5% of steps", least=0
@@ -218,112 +332,15 @@ class Settings:
     )
     min_lr_ratio: float = option(0.05, "learning rate at the end, as a share of the peak")
     weight_decay: float = option(0.1, "decoupled weight decay of matrices", least=0)
-    beta1: float = option(0.9, "AdamW's beta 1")
-    beta2: float = option(0.95, "AdamW's beta 2")
-    clip: float = option(1.0, "largest global gradient norm")
+    beta1: float = option(0.9, "AdamW's beta 1", least=0, below=1)
+    beta2: float = option(0.95, "AdamW's beta 2", least=0, below=1)
+    clip: float = option(1.0, "largest global gradient norm", positive=True, infinite=True)
     max_skips: int = option(
         10,
         "end the run after so many steps in a row whose loss or gradient norm was not finite",
         least=1,
+        scope=TECHNICAL,
     )
-
-    output: str = option("runs/cpm", "folder for checkpoints, logs and curves")
-    resume: str = option(
-        "never",
-        "auto: resume from the newest whole checkpoint in --output, or start if there is none; "
-        "never: refuse an --output that has checkpoints; or the folder of a checkpoint",
-    )
-    new_stage: bool = option(
-        False,
-        "with --resume CHECKPOINT: start another stage from its weights and optimizer, with other "
-        "data or length, for example. --resume auto continues a stage",
-    )
-    seed: int = option(0, "seed of starting weights and data order", least=0)
-    skip_data: str | None = option(
-        None, "FROM:TO, with --resume: leave out sequences FROM to TO - 1 of the data order, from 0"
-    )
-    save: bool = option(True, "write checkpoints; otherwise a run leaves only its curves")
-    save_every: int = option(
-        200, "steps between checkpoints; the last step is always saved; 0: only the last", least=0
-    )
-    save_in_background: bool = option(
-        True, "write checkpoints while training continues, from a copy in host memory"
-    )
-    keep_last: int = option(2, "checkpoints to keep", least=1)
-    log_every: int = option(
-        10,
-        "steps between the lines of a log, where a terminal shows a bar with every step",
-        least=1,
-    )
-    eval_every: int = option(
-        100, "steps between evaluations on --val-data; 0: only after the last", least=0
-    )
-    eval_sequences: int = option(32, "sequences of each source in one evaluation", least=1)
-    eval_tasks: str | None = option(
-        None, "tasks of evaluate.py in each evaluation, at --seq-len, for example needle,positions"
-    )
-    wandb: str | None = option(None, "project of Weights & Biases that also gets the records")
-    profile: str | None = option(None, "steps to profile, FIRST:LAST; traces go to --output")
-    timeout: float = option(
-        1800.0, "seconds without a sign of life after which a rank prints its stacks and ends"
-    )
-    time_limit: str | None = option(
-        None, "HH:MM, HH:MM:SS or D-HH:MM since the start of the command: save and stop before"
-    )
-
-    def pick_engine(self, has_bmtrain: bool) -> str:
-        """Return the engine. "auto" is torch for --fp8, else bmtrain if there is one."""
-        if self.engine != "auto":
-            return self.engine
-        return "bmtrain" if has_bmtrain and not self.fp8 else "torch"
-
-    @property
-    def attention(self) -> dict[str, Any]:
-        """The options of burst_attn_func for every attention of the model."""
-        has_groups = self.strategy == "auto" and self.ulysses_size is not None
-        strategy = "usp" if has_groups else self.strategy
-        return {"flash": self.flash, "deterministic": self.deterministic, "strategy": strategy}
-
-    @property
-    def tokens_of_chunk(self) -> int | None:
-        """--chunk, or None if a sequence is no longer: a single chunk would keep keys for
-        nothing.
-        """
-        is_one = self.chunk is None or self.chunk >= self.seq_len
-        return None if is_one else self.chunk
-
-    @property
-    def model_file(self) -> Path | None:
-        """The JSON file of the model, or None if a preset or a checkpoint has it."""
-        if self.init_from and not is_file(self.init_from):
-            return Path(self.init_from, CONFIG)
-        return None if self.model is None or self.model in PRESETS else Path(self.model)
-
-    @property
-    def accepted_names(self) -> tuple[str, ...]:
-        """The names of --accept-field."""
-        names = (self.accept_field or "").split(",")
-        return tuple(name.strip() for name in names if name.strip())
-
-    @property
-    def evaluation_tasks(self) -> tuple[str, ...]:
-        """The tasks of --eval-tasks."""
-        return () if self.eval_tasks is None else parse_tasks(self.eval_tasks, "--eval-tasks")
-
-    @property
-    def saves_while_training(self) -> bool:
-        """Whether checkpoints are due between steps, and may be written in the background."""
-        return self.save and self.save_in_background and 0 < self.save_every < self.last_step
-
-    @property
-    def needs_shared_output(self) -> bool:
-        """Whether all ranks write to --output or read from it."""
-        return self.save or self.resume != "never"
-
-    @property
-    def profiled_steps(self) -> range:
-        """The steps of --profile."""
-        return parse_steps(self.profile, self.steps) if self.profile else range(0)
 
     @property
     def last_step(self) -> int:
@@ -338,32 +355,131 @@ class Settings:
     def decay(self) -> int:
         return self.steps // 5 if self.decay_steps is None else self.decay_steps
 
-    def saving(self) -> Saving:
-        """Return the choice of what blocks save for the backward."""
-        return Saving(
-            self.checkpointing,
-            Offload() if self.offload else None,
-            blocks=self.checkpointing_blocks,
-            every=self.checkpointing_every,
-            tile=self.mlp_tile,
-        )
+
+@dataclass(frozen=True)
+class RunSettings:
+    """The output of a run: its checkpoints, evaluations and log."""
+
+    output: str = option(
+        "runs/cpm", "folder for checkpoints, logs and curves", scope=ALL_STAGES | PATH | TECHNICAL
+    )
+    resume: str = option(
+        "never",
+        "auto: resume from the newest whole checkpoint in --output, or start if there is none; "
+        "never: refuse an --output that has checkpoints; or the folder of a checkpoint",
+        scope=PATH | TECHNICAL,
+        no_stages="stages always resume where they stopped; to repeat steps, remove checkpoints",
+    )
+    new_stage: bool = option(
+        False,
+        "with --resume CHECKPOINT: start another stage from its weights and optimizer, with other "
+        "data or length, for example. --resume auto continues a stage",
+        scope=TECHNICAL,
+        no_stages="each table of the file is a stage",
+    )
+    seed: int = option(0, "seed of starting weights and data order", least=0)
+    skip_data: str | None = option(
+        None,
+        "FROM:TO, with --resume: leave out sequences FROM to TO - 1 of the data order, from 0",
+        scope=ONE_STAGE,
+        check=parse_range,
+    )
+    save: bool = option(
+        True,
+        "write checkpoints; otherwise a run leaves only its curves",
+        scope=TECHNICAL,
+        no_stages="a stage begins at a checkpoint of the one before",
+    )
+    save_every: int = option(
+        200,
+        "steps between checkpoints; the last step is always saved; 0: only the last",
+        least=0,
+        scope=TECHNICAL,
+    )
+    save_in_background: bool = option(
+        True,
+        "write checkpoints while training continues, from a copy in host memory",
+        scope=TECHNICAL,
+    )
+    keep_last: int = option(2, "checkpoints to keep", least=1, scope=TECHNICAL)
+    log_every: int = option(
+        10,
+        "steps between the lines of a log, where a terminal shows a bar with every step",
+        least=1,
+        scope=HOST | TECHNICAL,
+    )
+    eval_every: int = option(
+        100,
+        "steps between evaluations on --val-data; 0: only after the last",
+        least=0,
+        scope=TECHNICAL,
+    )
+    eval_sequences: int = option(
+        32, "sequences of each source in one evaluation", least=1, scope=TECHNICAL
+    )
+    eval_tasks: str | None = option(
+        None,
+        "tasks of evaluate.py in each evaluation, at --seq-len, for example needle,positions",
+        scope=TECHNICAL,
+        instances="the tasks are texts to continue",
+        check=_parse_eval_tasks,
+    )
+    wandb: str | None = option(
+        None,
+        "project of Weights & Biases that also gets the records",
+        scope=HOST | TECHNICAL,
+        check=check_project,
+    )
+    profile: str | None = option(
+        None, "steps to profile, FIRST:LAST; traces go to --output", scope=HOST | TECHNICAL
+    )
+    timeout: float = option(
+        1800.0,
+        "seconds without a sign of life after which a rank prints its stacks and ends",
+        scope=TECHNICAL,
+        positive=True,
+    )
+    time_limit: str | None = option(
+        None,
+        "HH:MM, HH:MM:SS or D-HH:MM since the start of the command: save and stop before",
+        scope=ALL_STAGES | HOST | TECHNICAL,
+        check=check_time_limit,
+    )
 
     @property
-    def given_model(self) -> str | None:
-        """The option that names the model, with its value, or None if none does."""
-        if self.init_from and not is_file(self.init_from):
-            return f"--init-from {self.init_from}"
-        return f"--model {self.model}" if self.model is not None else None
+    def evaluation_tasks(self) -> tuple[str, ...]:
+        """The tasks of --eval-tasks."""
+        return () if self.eval_tasks is None else _parse_eval_tasks(self.eval_tasks)
 
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+    @property
+    def needs_shared_output(self) -> bool:
+        """Whether all ranks write to --output or read from it."""
+        return self.save or self.resume != "never"
 
 
-def fields_by_group() -> dict[str, list[dataclasses.Field]]:
-    """Return the fields of each group of options."""
-    found: dict[str, list[dataclasses.Field]] = {}
-    name = ""
-    for each in dataclasses.fields(Settings):
-        name = _GROUPS.get(each.name, name)
-        found.setdefault(name, []).append(each)
-    return found
+# by the titles of --help
+COMPONENTS: dict[str, Any] = {
+    "model": ModelSettings,
+    "data": DataSettings,
+    "parallelism": ParallelSettings,
+    "optimization": OptimizerSettings,
+    "the run": RunSettings,
+}
+FACTS: dict[str, Facts] = {
+    each.name: each.metadata["facts"]
+    for component in COMPONENTS.values()
+    for each in dataclasses.fields(component)
+}
+
+
+def shared_options(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings, and a script's own options, that must be equal on all ranks, by option.
+    Of a path, only that it is given: hosts may have paths of their own.
+    """
+    shared = {}
+    for name, value in settings.items():
+        scope = FACTS[name].scope if name in FACTS else NOWHERE
+        if HOST not in scope:
+            is_path = PATH in scope or isinstance(value, Path)
+            shared[flag(name)] = "PATH" if is_path and value not in _NO_PATHS else value
+    return shared

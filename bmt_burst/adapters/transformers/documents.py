@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...base.arguments import as_int, check_tensor
 from ...sequence.layout import IGNORE_INDEX
-from ...sequence.mask import Mask, Slice, plain_mask
+from ...sequence.mask import Mask, Slice, plain_mask, read_bounds
 from ...sequence.span import Span, length
 
 CU_SEQ_LENS = ("cu_seq_lens_q", "cu_seq_lens_k")
@@ -127,15 +127,10 @@ def _read_bounds(name: str, bounds: Tensor, size: int, seq_len: int) -> list[Spa
             f"{name} names documents of one row, got a batch of {size}: pass position_ids or an "
             "attention_mask of numbers for several rows"
         )
-    if bounds.dim() != 1 or bounds.is_floating_point():
-        raise ValueError(
-            f"{name} must be integers (documents + 1,), got shape {tuple(bounds.shape)} and "
-            f"{bounds.dtype}"
-        )
-    numbers = bounds.tolist()
-    if len(numbers) < 2 or numbers[0] or numbers[-1] != seq_len or numbers != sorted(numbers):
-        raise ValueError(f"{name} must rise from 0 to {seq_len}, got {_shorten(numbers)}")
-    return [span for span in itertools.pairwise(numbers) if span[0] < span[1]]
+    numbers = read_bounds(name, bounds)
+    if numbers[-1] != seq_len:
+        raise ValueError(f"{name} must end at {seq_len}, the number of tokens, got {numbers[-1]}")
+    return [*itertools.pairwise(numbers)]
 
 
 def _check_agreement(named: Mapping[str, Tensor], inside: Tensor | bool) -> Tensor | None:
@@ -200,8 +195,3 @@ def _make_mask(spans: list[Span], seq_len: int, padding_sees: bool) -> Mask:
     if padding_sees and spans:
         queries[-1] = (spans[-1][0], seq_len)
     return Mask(seq_len, tuple(Slice(q, kv, 0) for q, kv in zip(queries, spans, strict=True)))
-
-
-def _shorten(numbers: list[int]) -> str:
-    text = str(numbers)
-    return text if len(text) < 80 else f"{text[:60]} ... {numbers[-1]}]"

@@ -11,11 +11,8 @@
     program    a rank's part, without tensors: the order of its events, its routes and kernel calls
     execution  performs the events with tensors
 
-Each rank computes its own block first. Then it receives the others' blocks in passes and stages. A
-pass has some of the heads. A stage has as many blocks as `group_bytes` allows. While a stage is
-computed, the rank receives the next one and returns the results of the previous one, also across
-passes. `print(plan)` shows the order. "all-gather" has all blocks in one stage, and one_call.py the
-own block too.
+A pass has some of the heads. A stage has as many blocks as `group_bytes` allows. "all-gather" has
+all blocks in one stage, and one_call.py the own block too. `print(plan)` shows the order.
 """
 
 from __future__ import annotations

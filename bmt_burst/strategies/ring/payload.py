@@ -5,8 +5,7 @@
     QueriesDelta   q, dout, and lse and delta = rowsum(out * dout) side by side. It returns dq
                    (arXiv 2403.09347).
 
-All these tensors are (B, S, heads, ...). To add a payload, write a class and list it in
-`forward_payload` or `backward_payload`.
+All these tensors are (B, S, heads, ...).
 """
 
 from __future__ import annotations

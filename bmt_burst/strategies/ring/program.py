@@ -1,8 +1,7 @@
 """A program: a rank's part in a call or its backward, and the order of its events, as data.
 
 Each exchange starts before the computation that overlaps with it, and memory is released as soon as
-it has been read. This also keeps streams from deadlock: a rank's peers enqueue what it waits for
-before they wait for anything later (see transport/copy_engine.py).
+it has been read. docs/design.md shows why streams do not deadlock.
 
     pack     p        copy the tokens of the own block that others need in pass p
     cross    p n      start to receive the root of round n from its host

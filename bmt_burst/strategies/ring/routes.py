@@ -6,17 +6,13 @@ That rank sent the root directly while the previous round was computed. At hop h
 own root to the place h after it, and attends to the root of the place h before it. With outer = 1,
 this is the single ring, and a root is a rank's own block.
 
-No rank forwards a block. So no hop waits for another, several hops can be one stage, and only
-tokens that the receiver needs are sent. Results take the same way back: first to the rank that
-began the round with the block, which adds up its host's share, then to the block's owner.
+No rank forwards a block, so several hops can be one stage. Results take the same way back: first to
+the rank that began the round with the block, which adds up its host's share, then to its owner.
 
 The tokens of a stage that a rank needs land one after the other, in the order of their positions,
 so that tiles that are cut in the same way are one kernel call. Results land by sender. Both ends of
-a message compute its place from the same data. A sender overwrites what an earlier stage left
-there: the receiver has freed the buffer by then (docs/design.md, `Transport.deliver`).
-
-A rank knows only two things: what the ranks of its host need, and which of its tokens each other
-host needs. Try
+a message compute its place from the same data. A rank knows only what the ranks of its host need,
+and which of its tokens each other host needs. Try
 `print(Routes(Tiling(Mask.causal(96), Layout.zigzag(96, 4)), 4, 1, 1).rounds())`.
 """
 
@@ -52,11 +48,8 @@ class Outgoing(NamedTuple):
 
 
 class Landing(NamedTuple):
-    """Memory for `tokens` tokens of other ranks, and the runs in it that this rank needs.
-
-    runs    in the order of positions, as plain tuples: with many short documents the garbage
-            collector would take longer than the planning
-    places  where each run lies
+    """Memory for `tokens` tokens of other ranks, the runs in it that this rank needs, in the order
+    of positions, and where each run lies.
     """
 
     runs: Sequence[RunFields]
@@ -81,8 +74,6 @@ class Stage:
     returns           results of what landed, for the ranks that sent it
     returned_tokens   how many tokens results return to
     return_sources    the place that returns each part of the results, and where it lies, as `sends`
-
-    Planning needs only the landing. Messages are found when they are first asked for.
     """
 
     def __init__(self, seen: SeenRuns, hops: tuple[int, ...]):
