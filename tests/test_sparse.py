@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import itertools
 import random
+import weakref
 
 import pytest
 import torch
@@ -35,6 +36,7 @@ from bmt_burst.nn import BurstAttention, rope_tables
 from bmt_burst.ranks.rings import Rings
 from bmt_burst.ranks.sequence_parallel import SequenceParallel
 from bmt_burst.sparse import Choices, choose, keep_choices, key_sums
+from bmt_burst.sparse.choice import choose_in_document
 from bmt_burst.sparse.compressed import compress, sum_strides
 from bmt_burst.sparse.plan import SparsePlan
 from bmt_burst.spec import Spec
@@ -180,6 +182,15 @@ def test_the_choice_is_the_same_on_any_ranks_bit_for_bit(dtype):
             assert got.equal(alone[:, positions, :, : SMALL.topk]), (size, name)
             later += positions.tolist()
         assert sorted(later) == [*range(20 + SMALL.exact_tokens, 123)]
+
+
+def test_a_choice_keeps_no_tensors():
+    q, k, *_ = random_qkv(1, 64, 2, 1, 8)
+    [row] = q
+    kept = weakref.ref(row)
+    choose_in_document(row, torch.arange(64), compress(sum_strides(k[0], SMALL), SMALL), SMALL, 1.0)
+    del row
+    assert kept() is None
 
 
 @pytest.mark.parametrize(("most", "width"), [(32768, 2), (32769, 4)])

@@ -5,6 +5,8 @@ Letters: S tokens of a rank.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -43,6 +45,7 @@ def find_longest(mask: Mask) -> int:
     return max(map(length, documents(mask)), default=0)
 
 
+@functools.lru_cache(maxsize=64)  # each call asks, and a mask may have thousands of slices
 def find_fault(mask: Mask) -> str | None:
     """Return why sparse attention cannot use this mask, or None if it can."""
     if mask.kv_len > MOST_TOKENS:

@@ -22,8 +22,6 @@ Letters: T tokens, H query heads, G kv heads, D head size, B batch.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -81,7 +79,6 @@ def choose(
     return chosen
 
 
-@functools.lru_cache(maxsize=64)  # each call asks, and a mask may have thousands of slices
 def choose_in_document(
     q: Tensor, places: Tensor, keys: CompressedKeys, sparse: Constants, scale: float
 ) -> Tensor:
