@@ -234,11 +234,10 @@ def score(q, places, keys, sparse, scale):
     """Return A (G, T, blocks) of the blocks that a query sees, -inf of others."""
     halves = CompressedKeys(*(triton_choice.split(x, q.dtype) for x in keys))
     tiles = triton_choice.find_tiles(q, choosers(places, keys), sparse, keys.scored.shape[1])
-    normalizers = triton_choice.normalize(q, tiles, halves, sparse, scale)
+    scorer = triton_choice.Scorer(q.contiguous(), tiles, halves, sparse, scale)
+    normalizers = scorer.normalize()
     [piece] = tiles.pieces
-    scores, of_last = triton_choice.score_blocks(
-        q, tiles, piece, normalizers, halves, sparse, scale, triton_choice._SPAN
-    )
+    scores, of_last = scorer.score_blocks(piece, normalizers, triton_choice._SPAN)
     before = functional.pad(of_last, (1, -1), value=-1.0)
     block, own = (
         torch.arange(scores.shape[2], device=DEVICE),

@@ -37,10 +37,12 @@ class BlockMemory(KeyMemory):
     tokens by `sums_of_keys`. A subclass sets it, and chooses.
 
     block_size  tokens of a block
+    has_graphs  whether a CUDA graph of new tokens can choose
     """
 
     sums_of_keys: Sums
     block_size: int
+    has_graphs: bool = False
 
     @abstractmethod
     def choose(self, row: int, q: Tensor, places: Tensor) -> Tensor:
@@ -97,7 +99,8 @@ class BlockMemory(KeyMemory):
         return super().select_rows(rows, count)
 
     def graph_obstacle(self) -> str | None:
-        return "a CUDA graph does not choose blocks"
+        obstacle = super().graph_obstacle()
+        return obstacle if self.has_graphs else "a CUDA graph does not choose blocks"
 
 
 def attend_to_chosen(

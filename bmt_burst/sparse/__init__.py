@@ -3,12 +3,11 @@
 A mask says which pairs are visible. A choice narrows that to some blocks of each document.
 
 config      the constants of the choice
-compressed  means of neighbouring keys
+compressed  means of neighbouring keys, and the sums by which new tokens choose
 queries     the queries that choose. Earlier ones see no more blocks than they may choose
 choice      the definition of the choice, by `torch_choice`, or on GPUs `triton_choice`
 memory      what a layer keeps of earlier tokens
-key_sums    sums of keys by which new tokens choose, and their attention
-triton_decoding  the same for a `bmt_burst.Cache` on GPUs, also in CUDA graphs
+triton_decoding  these sums and the attention of new tokens on GPUs, also in CUDA graphs
 plan        the part of a rank in a call
 extension   `InfLLMV2`, the seam to calls, layers and models
 

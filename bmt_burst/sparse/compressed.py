@@ -1,6 +1,6 @@
 """Compressed keys: means of neighbouring keys of a document. `choice.py` defines them.
 
-Letters: n tokens or kernels of a document, G kv heads, D head size.
+Letters: B batch, S new tokens, n tokens, strides or kernels of a document, G kv heads, D head size.
 """
 
 from __future__ import annotations
@@ -62,3 +62,48 @@ def _sum_neighbours(strides: Tensor, count: int, step: int) -> Tensor:
     for i in range(count):
         total += strides[i : i + step * kernels : step]
     return total
+
+
+class KeySums:
+    """The sums of a cache's keys, to each of which a key is added once: a new token need not read
+    all keys. On GPUs `triton_decoding.py` has them.
+
+    tokens  the number of keys so far
+    """
+
+    def __init__(self, sparse: Constants):
+        self.sparse, self.tokens = sparse, 0
+        self._strides: Tensor | None = None  # (n, B, G, D), the sums of whole strides
+        self._rest: Tensor | None = None  # (T % stride, B, G, D), keys of an unfinished stride
+
+    @torch.no_grad()
+    def extend(self, keys: Tensor) -> None:
+        """Append the keys (B, S, G, D) of new tokens."""
+        self.tokens += keys.shape[1]
+        fresh = keys.transpose(0, 1)
+        if self._rest is not None:
+            fresh = torch.cat((self._rest, fresh))
+        count = len(fresh) // self.sparse.kernel_stride
+        if count or self._strides is None:
+            sums = sum_strides(fresh.flatten(1, 2), self.sparse).unflatten(1, fresh.shape[1:3])
+            self._strides = sums if self._strides is None else torch.cat((self._strides, sums))
+        self._rest = fresh[count * self.sparse.kernel_stride :].clone()
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Keep these rows (N,) int64 of the batch."""
+        if self._rest is not None and self._strides is not None:
+            at = rows.to(self._rest.device)
+            self._rest, self._strides = self._rest[:, at], self._strides[:, at]
+
+    def strides(self) -> Tensor:
+        """Return the sums of all strides, (n, B, G, D). The last one is unfinished, perhaps 0."""
+        assert self._strides is not None and self._rest is not None, "extend comes first"
+        last = torch.zeros_like(self._rest[:1], dtype=self._strides.dtype)
+        for keys in self._rest:
+            last += keys
+        return torch.cat((self._strides, last))
+
+    def compress(self, row: int) -> CompressedKeys:
+        """Return the compressed keys of a row of the batch."""
+        assert self._strides is not None, "extend comes first"
+        return compress(self._strides[:, row], self.sparse)

@@ -19,8 +19,8 @@ from ..memories.new_tokens import NewTokens
 from ..memories.protocol import Kind, Room, Turn, reserve_memory
 from ..merging.parts import Partials
 from .choice import choose_in_document
+from .compressed import KeySums
 from .config import Constants
-from .key_sums import KeySums
 
 if TYPE_CHECKING:  # it needs the package triton
     from .triton_decoding import DecodingKeys
@@ -30,6 +30,8 @@ class SparseMemory(BlockMemory):
     """Keys and values of a layer with sparse attention. New tokens choose by sums of keys, chunks
     by the kept keys: with use_nope, by those before they are rotated, which are kept too.
     """
+
+    has_graphs = True
 
     def __init__(self, kind: Softmax, room: Room, k: Tensor, v: Tensor):
         config: Any = kind.extension
@@ -102,11 +104,8 @@ class SparseMemory(BlockMemory):
         return self._attend_by_rows(new, q, by_q)
 
     def choose(self, row: int, q: Tensor, places: Tensor) -> Tensor:
-        compressed, scale = self.sums_of_keys.compress_row(row), self.kind.spec(q).scale
+        compressed, scale = self.sums_of_keys.compress(row), self.kind.spec(q).scale
         return choose_in_document(q, places, compressed, self.config, scale)
-
-    def graph_obstacle(self) -> str | None:
-        return KeyMemory.graph_obstacle(self)
 
     def select_rows(self, rows: Tensor, count: int) -> bool:
         moved = self._decoding is not None and not self._decoding.select_rows(rows)

@@ -21,7 +21,7 @@ have one order. Launch shapes may change it, so they do not depend on a call's t
 Compressed keys are fp32. A product with 16-bit queries takes them as the sum of two 16-bit numbers,
 which have 16 digits for bf16 and 22 for fp16. (The released code rounds them to one.)
 
-Functions take queries q (T, H, D), and compressed keys as `split` returns them.
+Kernels take compressed keys as `split` returns them.
 
 Letters: T tokens, F queries that choose, H query heads, G kv heads, D head size, n kernels of all
 documents. GROUP query heads share a kv head, and HEADS is the power of two that they are padded to.
@@ -125,16 +125,17 @@ def choose_by_score(
         return chosen
     halves = CompressedKeys(*(split(x, q.dtype) for x in keys))
     tiles = find_tiles(q, choosers, sparse, shape[1])
-    normalizers = normalize(q, tiles, halves, sparse, scale)
+    scorer = Scorer(make_dense(q), tiles, halves, sparse, scale)
+    normalizers = scorer.normalize()
     for piece in tiles.pieces:
-        scores = score_blocks(q, tiles, piece, normalizers, halves, sparse, scale, _SPAN)
+        scores = scorer.score_blocks(piece, normalizers, _SPAN)
         take_largest(*scores, tiles.places[piece.queries], chosen[piece.queries], sparse)
     return chosen
 
 
 def find_tiles(q: Tensor, choosers: Choosers, sparse: Constants, groups: int) -> Tiles:
     """Return the tiles of some queries, on the device of q (T, H, D)."""
-    tokens = count_queries(q, sparse, groups)
+    tokens = count_queries(q, groups)
 
     def make() -> Tiles:
         return Tiles.of(choosers, tokens, sparse.block_size, groups, q.device)
@@ -153,74 +154,84 @@ def choose_in_spans(
 
     tiles  with one piece, which has all blocks that there is memory for
     """
-    [piece] = tiles.pieces
+    [piece], scorer = tiles.pieces, Scorer(make_dense(q), tiles, keys, sparse, scale)
     kernels = piece.blocks * sparse.block_size // (4 * sparse.kernel_stride)
-    parts = normalize(q, tiles, keys, sparse, scale, max(triton.cdiv(kernels, _NORMALIZED), 1))
+    parts = scorer.normalize(max(triton.cdiv(kernels, _NORMALIZED), 1))
     total = (parts * _LN_2).logsumexp(0) / _LN_2
     normalizers = total.masked_fill(total == -torch.inf, 0.0)
-    scores = score_blocks(q, tiles, piece, normalizers, keys, sparse, scale, _SCORED)
+    scores = scorer.score_blocks(piece, normalizers, _SCORED)
     shape = len(tiles.places), keys.scored.shape[2], sparse.most_blocks
     chosen = torch.full(shape, -1, dtype=torch.int32, device=q.device)
     take_largest(*scores, tiles.places, chosen, sparse)
     return chosen
 
 
-def normalize(
-    q: Tensor,
-    tiles: Tiles,
-    keys: CompressedKeys,
-    sparse: Constants,
-    scale: float,
-    spans: int | None = None,
-) -> Tensor:
-    """Return the logarithm to base 2 of the sum over kernels 2 that a query sees: (F, H) fp32, and
-    0 where it sees none. With `spans`, return those of each _NORMALIZED kernels: (spans, F, H), and
-    -inf where it sees none.
-    """
-    groups = keys.scored.shape[2]
-    shape = spans or 1, len(tiles.places), q.shape[1]
-    normalizers = torch.empty(shape, dtype=torch.float32, device=q.device)
-    q, shared, step = _prepare(q, sparse, groups)
-    tensors = q, keys.normalizing, tiles.table, tiles.tokens, tiles.places, normalizers
-    strides = q.stride(), keys.normalizing.stride()
-    shared |= {"SPAN": spans and _NORMALIZED, "PARTS": len(keys.normalizing), "N": step}
-    programs = len(tiles.table), groups, shape[0]
-    _normalize[programs](*tensors, *strides, shape[1], scale, **shared)
-    return normalizers if spans else normalizers[0]
+class Scorer(NamedTuple):
+    """Dense queries (T, H, D) and the keys that they score, as kernels take them."""
 
+    q: Tensor
+    tiles: Tiles
+    keys: CompressedKeys
+    sparse: Constants
+    scale: float
 
-def score_blocks(
-    q: Tensor,
-    tiles: Tiles,
-    piece: ChoicePiece,
-    normalizers: Tensor,
-    keys: CompressedKeys,
-    sparse: Constants,
-    scale: float,
-    span: int,
-) -> tuple[Tensor, Tensor]:
-    """Return the largest S of the kernels that begin in each block, and the S of the last of these
-    kernels: (G, F, blocks) fp32 each.
+    def normalize(self, spans: int | None = None) -> Tensor:
+        """Return the logarithm to base 2 of the sum over kernels 2 that a query sees: (F, H) fp32,
+        and 0 where it sees none. With `spans`, return those of each _NORMALIZED kernels: (spans, F,
+        H), and -inf where it sees none.
+        """
+        q, tiles, keys, _, scale = self
+        shape = spans or 1, len(tiles.places), q.shape[1]
+        normalizers = q.new_empty(shape, dtype=torch.float32)
+        tensors = q, keys.normalizing, tiles.table, tiles.tokens, tiles.places, normalizers
+        strides, groups = (q.stride(), keys.normalizing.stride()), keys.scored.shape[2]
+        constants = self._constants(spans and _NORMALIZED) | {"N": _find_shape(q).N}
+        programs = len(tiles.table), groups, shape[0]
+        _normalize[programs](*tensors, *strides, shape[1], scale, **constants)
+        return normalizers if spans else normalizers[0]
 
-    They are for the F queries of a piece. They are -1 where no kernel is visible. They are
-    undefined for blocks of a query's window and after it.
+    def score_blocks(
+        self, piece: ChoicePiece, normalizers: Tensor, span: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return the largest S of the kernels that begin in each block, and the S of the last of
+        these kernels: (G, F, blocks) fp32 each.
 
-    normalizers  those of all queries, as `normalize` returns them
-    span         the blocks of a program
-    """
-    groups, first = keys.scored.shape[2], piece.queries.start
-    each = triton.next_power_of_2(sparse.block_size // sparse.kernel_stride)
-    shape = groups, piece.queries.stop - first, piece.blocks
-    scores, of_last = (torch.empty(shape, dtype=torch.float32, device=q.device) for _ in range(2))
-    q, shared, step = _prepare(q, sparse, groups)
-    table = tiles.table[piece.tiles]
-    tensors = q, keys.scored, table, tiles.tokens, tiles.places, normalizers, scores, of_last
-    strides, sizes = (q.stride(), keys.scored.stride()), (first, shape[1], piece.blocks)
-    shared |= {"BLOCK": sparse.block_size, "WINDOW": sparse.window_blocks, "EACH": each}
-    shared |= {"SPAN": span, "PARTS": len(keys.scored), "N": max(step, each)}
-    programs = len(table), groups, triton.cdiv(piece.blocks, span)
-    _fill_scores[programs](*tensors, *strides, *sizes, scale, **shared)
-    return scores, of_last
+        They are for the F queries of a piece. They are -1 where no kernel is visible. They are
+        undefined for blocks of a query's window and after it.
+
+        normalizers  those of all queries, as `normalize` returns them
+        span         the blocks of a program
+        """
+        q, tiles, keys, sparse, scale = self
+        groups, first = keys.scored.shape[2], piece.queries.start
+        shape = groups, piece.queries.stop - first, piece.blocks
+        scores, of_last = (q.new_empty(shape, dtype=torch.float32) for _ in range(2))
+        each = triton.next_power_of_2(sparse.block_size // sparse.kernel_stride)
+        table = tiles.table[piece.tiles]
+        tensors = q, keys.scored, table, tiles.tokens, tiles.places, normalizers, scores, of_last
+        strides, sizes = (q.stride(), keys.scored.stride()), (first, shape[1], piece.blocks)
+        constants = self._constants(span) | {"EACH": each, "N": max(_find_shape(q).N, each)}
+        constants |= {"BLOCK": sparse.block_size, "WINDOW": sparse.window_blocks}
+        programs = len(table), groups, triton.cdiv(piece.blocks, span)
+        _fill_scores[programs](*tensors, *strides, *sizes, scale, **constants)
+        return scores, of_last
+
+    def _constants(self, span: int | None) -> dict[str, Any]:
+        """Return the constants that both kernels have."""
+        q, groups = self.q, self.keys.scored.shape[2]
+        group = q.shape[1] // groups
+        return {
+            "TOKENS": count_queries(q, groups),
+            "GROUP": group,
+            "HEADS": triton.next_power_of_2(group),
+            "D": q.shape[-1],
+            "WIDTH": padded_width(q),
+            "STRIDE": self.sparse.kernel_stride,
+            "SPAN": span,
+            "PARTS": len(self.keys.scored),
+            "PRECISION": precision(q),
+            **_find_shape(q).options,
+        }
 
 
 def take_largest(
@@ -255,29 +266,15 @@ def split(keys: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.stack([high, (keys - high).to(dtype)])
 
 
-def count_queries(q: Tensor, sparse: Constants, groups: int) -> int:
-    """Return the queries of a tile."""
-    return int(_prepare(q, sparse, groups)[1]["TOKENS"])
+def count_queries(q: Tensor, groups: int) -> int:
+    """Return the queries of a tile of q (..., H, D)."""
+    return count_tokens(_find_shape(q).M, triton.next_power_of_2(q.shape[-2] // groups))
 
 
-def _prepare(q: Tensor, sparse: Constants, groups: int) -> tuple[Tensor, dict[str, Any], int]:
-    """Return dense queries, what both kernels' launches share, and the kernels of a step."""
-    q = make_dense(q)
-    launch = _SINGLE if q.dtype == torch.float32 else _HALF
-    launch = launch if q.is_cuda else _INTERPRETED
-    group = q.shape[-2] // groups
-    heads = triton.next_power_of_2(group)
-    shared = {
-        "TOKENS": count_tokens(launch.M, heads),
-        "GROUP": group,
-        "HEADS": heads,
-        "D": q.shape[-1],
-        "WIDTH": padded_width(q),
-        "STRIDE": sparse.kernel_stride,
-        "PRECISION": precision(q),
-        **launch.options,
-    }
-    return q, shared, launch.N
+def _find_shape(q: Tensor) -> LaunchShape:
+    if not q.is_cuda:
+        return _INTERPRETED
+    return _SINGLE if q.dtype == torch.float32 else _HALF
 
 
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_ROWS)

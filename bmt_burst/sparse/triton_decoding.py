@@ -22,9 +22,8 @@ from ..kernels.triton_memory import INFINITY, LOG2_E, read, token_at, wide
 from ..memories.protocol import select_rows
 from ..merging.parts import Partials
 from ..spec import Spec
-from .compressed import CompressedKeys
+from .compressed import CompressedKeys, KeySums
 from .config import Constants
-from .key_sums import KeySums
 from .triton_choice import ChoicePiece, Tiles, choose_in_spans, count_queries, split
 
 _RECENT = tl.constexpr(8)  # sums of strides that are kept: a kernel 2 has 8 of them
@@ -63,8 +62,8 @@ class DecodingKeys:
         return self._recent is before
 
     def _copy(self, sums: KeySums, dtype: torch.dtype) -> None:
-        for row, found in enumerate(sums.compress()):
-            for x, kept, most in zip(found, self._keys, (1, 4), strict=True):
+        for row in range(len(self._recent)):
+            for x, kept, most in zip(sums.compress(row), self._keys, (1, 4), strict=True):
                 first = row * self._strides // most
                 kept[:, first : first + len(x)] = split(x, dtype)
         strides = sums.strides()
@@ -102,7 +101,7 @@ class DecodingKeys:
         parts = []
         for start in range(0, tokens, _MOST_TOKENS):
             by = by_q[:, start : start + _MOST_TOKENS].contiguous()
-            size = count_queries(by, self.sparse, groups)
+            size = count_queries(by, groups)
             key = start, size, self._strides, self.sparse
             if key not in prepared:
                 prepared[key] = self._find_tiles(by, size, first + start, first + tokens)
