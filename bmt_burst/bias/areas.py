@@ -57,12 +57,8 @@ class _LabelledSpan(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Areas:
-    """The integers of `Scores` that its areas follow from.
-
-    mask       the visible pairs
-    runs       (5, runs) int64: start, stop, group, base and segment of each run of equal tokens
-    pairs, distances, other
-               the fields of `Scores`
+    """The fields of `Scores` that its areas follow from, and its runs of equal tokens: (5, runs)
+    int64, start, stop, group, base and segment of each.
     """
 
     mask: Mask
@@ -73,8 +69,7 @@ class Areas:
 
     def terms(self) -> tuple[Term, ...]:
         """Return the visible pairs in parts. The part without a row, if any, is the first."""
-        segments = self.long_segments
-        if len(segments) == len(self.long_groups) == 1 and segments[0].of is None:
+        if len(self.long_segments) == len(self.long_groups) == 1 and not self.long_segments[0].of:
             return (Term(None, self.mask),)  # at once, for many short documents
         areas: dict[int | None, list[Slice]] = {}
         for s in self.mask.slices:
@@ -87,9 +82,8 @@ class Areas:
         for row in by_area[:-_MOST_TERMS]:
             areas.setdefault(None, []).extend(areas.pop(row))
         order = sorted(areas, key=lambda row: -2 if row is None else row)
-        return tuple(
-            Term(row, Mask(self.mask.seq_len, tuple(_join_slices(areas[row])))) for row in order
-        )
+        masks = (Mask(self.mask.seq_len, tuple(_join_slices(areas[row]))) for row in order)
+        return tuple(map(Term, order, masks))
 
     @functools.cached_property
     def long_segments(self) -> list[_LabelledSpan]:
@@ -169,13 +163,12 @@ def _within(span: Span, spans: Sequence[_LabelledSpan]) -> Iterator[_LabelledSpa
         yield _LabelledSpan(part, of if length(part) >= _LONG else None)
 
 
-def _join_slices(slices: Iterable[Slice]) -> list[Slice]:
-    """Return the same pairs in fewer slices.
-
-    Neighbouring slices are joined if they differ only in their keys, or only in their queries.
+def _join_slices(slices: Iterable[Slice]) -> Iterator[Slice]:
+    """Yield the same pairs in fewer slices: neighbours that differ only in their keys, or only in
+    their queries, are joined.
     """
     turned = map(_turn, _join_keys(slices))
-    return [*map(_turn, _join_keys(turned))]
+    return map(_turn, _join_keys(turned))
 
 
 def _join_keys(slices: Iterable[Slice]) -> Iterator[Slice]:

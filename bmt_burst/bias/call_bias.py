@@ -72,17 +72,11 @@ class CallBias:
 
     def rows(self) -> Tensor:
         """Compute the row of each pair, (S, T) int64. The host waits for no GPU."""
-        ahead = (
-            (self.kv_position - self.q_position.unsqueeze(1)).clamp(-self.reach, self.reach).long()
-        )
-        by_distance, segments = self.distances[ahead + self.reach].long(), self.segments
-        if segments is None:
+        ahead = (self.kv_position - self.q_position.unsqueeze(1)).clamp(-self.reach, self.reach)
+        by_distance, of = self.distances[ahead.long() + self.reach].long(), self.segments
+        if of is None:
             return by_distance
-        same = segments.q_group.unsqueeze(1) == segments.kv_group
-        entries = (segments.q_base.unsqueeze(1) + segments.kv_segment).where(
-            same, len(segments.pairs)
-        )
-        by_segments = functional.pad(segments.pairs, (0, 1), value=segments.other)[
-            entries.long()
-        ].long()
+        entries = (of.q_base.unsqueeze(1) + of.kv_segment).long()
+        entries = entries.where(of.q_group.unsqueeze(1) == of.kv_group, len(of.pairs))
+        by_segments = functional.pad(of.pairs, (0, 1), value=of.other)[entries].long()
         return by_segments.where(by_segments >= 0, by_distance)

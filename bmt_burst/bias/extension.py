@@ -59,13 +59,8 @@ class Bias(Extension):
             )
 
     def of_rows(self, batch: int) -> Sequence[Self]:
-        rows = expand_rows(
-            "scores",
-            self.scores,
-            (Scores,),
-            batch,
-            hint=": make them of a mask, such as Scores.by_distance(mask, distances)",
-        )
+        hint = ": make them of a mask, such as Scores.by_distance(mask, distances)"
+        rows = expand_rows("scores", self.scores, (Scores,), batch, hint=hint)
         return tuple(replace(self, scores=scores) for scores in rows)
 
     @classmethod

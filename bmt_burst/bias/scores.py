@@ -7,9 +7,7 @@ another.
 A token has a group, a segment of the group, and a position. Groups and segments are runs of the
 sequence. Tokens of one segment have a row by their distance, those of one group a row by their
 segments, and all pairs of two groups have one row. So nearly all pairs of a long sequence lie in
-large areas of one row each: `terms`. Attention with a constant added is plain attention with the
-constant added to its lse, which the fastest kernels compute. A kernel that knows the table computes
-the other pairs.
+large areas of one row each: `terms`.
 
 Nothing here knows ranks, layouts or GPUs. All of it is O(sequence), and the same on every rank.
 """
@@ -29,6 +27,7 @@ from torch import Tensor
 from ..base.arguments import as_int, check_tensor
 from ..sequence.mask import Mask
 from .areas import BY_DISTANCE, Areas, Term
+from .call_bias import CallBias, SegmentIds
 
 
 class _Numbers(NamedTuple):
@@ -42,20 +41,18 @@ class _Numbers(NamedTuple):
 
 
 class _CopiedTensor:
-    """A field (N,) int32 that is copied when it is set and when it is read.
+    """A field (N,) int32 that nobody can change: it is copied when it is set and when it is read.
 
-    So nobody can change it. The tensor itself is in the object's __dict__.
+    The tensor itself is in the object's __dict__.
     """
 
     def __init__(self, name: str):
         self.name = name
 
     def __get__(self, scores: Any, owner: type) -> Any:
-        """Return a copy, or on the class this descriptor."""
         return self if scores is None else vars(scores)[self.name].clone()
 
     def __set__(self, scores: Any, x: Tensor) -> None:
-        """Keep a copy. Raises TypeError for anything but int32 of one dimension on the CPU."""
         check_tensor(self.name, x)
         if x.dim() != 1 or x.dtype != torch.int32 or x.device.type != "cpu":
             raise TypeError(
@@ -99,15 +96,12 @@ class Scores:
         if not isinstance(self.mask, Mask):
             raise TypeError(f"mask must be a Mask, got {type(self.mask).__name__}")
         self.mask.check_one_length("scores of a bias")
-        numbers = self._numbers
-        for name, x in zip(_Numbers._fields[:3], numbers[:3], strict=True):
+        for name, x in zip(_Numbers._fields[:3], self._numbers[:3], strict=True):
             if (tokens := len(x)) != self.seq_len:
                 raise ValueError(f"{name} has {tokens} numbers for a mask of {self.seq_len} tokens")
         object.__setattr__(self, "other", as_int("other", self.other))
-        if len(numbers.distances) % 2 == 0:
-            raise ValueError(
-                f"distances must be 2 reach + 1 rows, an odd number, got {len(numbers.distances)}"
-            )
+        if (count := len(self._numbers.distances)) % 2 == 0:
+            raise ValueError(f"distances must be 2 reach + 1 rows, an odd number, got {count}")
         self._check_rows()
         self._check_entries()
 
@@ -137,10 +131,8 @@ class Scores:
         for each in scores:
             own = each._numbers
             if not own.distances.equal(distances) or each.other != other:
-                raise ValueError(
-                    "scores of several sequences must have the same distances and the same other "
-                    "row"
-                )
+                both = "the same distances and the same other row"
+                raise ValueError(f"scores of several sequences must have {both}")
             start, stop, group, _, _ = each._runs
             # groups of two sequences must differ, whatever their numbers are
             numbers, index = group.unique(return_inverse=True)
@@ -193,20 +185,15 @@ class Scores:
 
         Pairs that are not visible have one too. For tests: it takes O(n^2) memory.
         """
-        ahead = torch.arange(self.seq_len) - torch.arange(self.seq_len).unsqueeze(1)
-        group, base, segment, pairs, distances = self._numbers
-        by_distance = distances[ahead.clamp(-self.reach, self.reach) + self.reach]
-        same = group.unsqueeze(1) == group
-        rows = pairs[(base.unsqueeze(1) + segment).where(same, 0)]
-        rows = rows.where(rows != BY_DISTANCE, by_distance)
-        return rows.where(same, self.other).long()
+        group, base, segment, position = self.tokens(torch.arange(self.seq_len))
+        pairs, distances = self._numbers[3:]
+        segments = SegmentIds(group, base, group, segment, pairs, self.other)
+        return CallBias(torch.empty(0, 0), position, position, distances, segments).rows()
 
     @functools.cached_property
     def terms(self) -> tuple[Term, ...]:
         """The visible pairs in parts. The part without a row, if any, is the first."""
-        numbers = self._numbers
-        areas = Areas(self.mask, self._runs, numbers.pairs, numbers.distances, self.other)
-        return areas.terms()
+        return Areas(self.mask, self._runs, *self._numbers[3:], self.other).terms()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Scores) and self.digest == other.digest
@@ -234,17 +221,15 @@ class Scores:
 
     def _check_entries(self) -> None:
         """Raise ValueError if a pair of segments has no entry in `pairs`."""
-        _, _, group, *entries = self._runs
+        _, _, group, base, segment = self._runs
         groups, index = group.unique(return_inverse=True)
-        empty = torch.zeros_like(groups)
-        (least, most), (first, last) = (
-            [
-                empty.scatter_reduce(0, index, x, reduce, include_self=False)
-                for reduce in ("amin", "amax")
-            ]
-            for x in entries
-        )
-        lowest, highest = int((least + first).min()), int((most + last).max())
+
+        def bound(x: Tensor, reduce: str) -> Tensor:
+            """Return the least or largest x of each group."""
+            return torch.zeros_like(groups).scatter_reduce(0, index, x, reduce, include_self=False)
+
+        lowest = int((bound(base, "amin") + bound(segment, "amin")).min())
+        highest = int((bound(base, "amax") + bound(segment, "amax")).max())
         if lowest < 0 or highest >= len(self._numbers.pairs):
             raise ValueError(
                 f"pairs must have entries {lowest} to {highest}, for each base + segment, "
@@ -260,9 +245,7 @@ class Scores:
         numbers = torch.stack(self._numbers[:3])
         ends = (numbers[:, 1:] != numbers[:, :-1]).any(0).nonzero().flatten() + 1
         bounds = torch.cat((torch.tensor([0]), ends, torch.tensor([self.seq_len])))
-        return torch.cat(
-            (bounds[:-1].unsqueeze(0), bounds[1:].unsqueeze(0), numbers[:, bounds[:-1]])
-        )
+        return torch.cat((torch.stack((bounds[:-1], bounds[1:])), numbers[:, bounds[:-1]]))
 
 
 # Not in the class: a descriptor there would be the default of its field.
@@ -295,11 +278,8 @@ def distance_rows(num_buckets: int, max_distance: int) -> Tensor:
             f"got {num_buckets} and {max_distance}"
         )
     away = torch.arange(max_distance + 1)
-    quotient = (
-        torch.log(away.clamp(min=1).float() / exact)
-        / math.log(max_distance / exact)
-        * (half - exact)
-    )
+    logs = torch.log(away.clamp(min=1).float() / exact)
+    quotient = logs / math.log(max_distance / exact) * (half - exact)
     bucket = torch.where(away < exact, away, (exact + quotient.long()).clamp(max=half - 1))
     reach = int((bucket == half - 1).nonzero()[0])
     bucket = bucket[: reach + 1].int()

@@ -1,8 +1,8 @@
 """The learned bias as strategies see it: a `Scoring` that adds rows of a table to scores.
 
-If all pairs of a call share one row, the bias only adds that row to the call's lse. So `Scores`
-splits the mask into areas of one row each, which the fastest kernels compute, and the rest, for
-which kernels take a `CallBias`.
+If all pairs of a call share one row, the bias only adds that row to the call's lse, as any kernel
+can. So `Scores` splits the mask into areas of one row each and the rest, for which kernels take a
+`CallBias`.
 
 The gradient of a row is the sum of dS = P (dP - delta) over its pairs, with P = exp(scores - lse).
 Kernels do not return P. For an area of one row the sum follows from what they return:
@@ -39,10 +39,9 @@ from .call_bias import CallBias, SegmentIds
 from .kernels import TableKernel
 from .scores import Scores
 
-# Calls include all gaps if they have at most this share of the tiles' tokens. Copying tiles takes
-# longer than writing zeros for gaps. With gaps in all calls, attention of CPM-Bee at 64K tokens
-# took 118.6 ms instead of 123.5 for forward and backward, on one H200. Without a bias there was no
-# gain.
+# Calls include all gaps if they have at most this share of the tiles' tokens: writing zeros is
+# faster than copying tiles. Attention of CPM-Bee at 64K tokens took 118.6 ms instead of 123.5 for
+# forward and backward, on one H200. Without a bias there was no gain.
 _MOST_GAPS = 0.75
 
 
@@ -91,7 +90,7 @@ class TableScoring(Scoring):
     def refine(
         self, calls: list[GatheredCall], sides: Callable[[], tuple[Tensor, Tensor]]
     ) -> list[GatheredCall]:
-        if all(gathered.label.is_one for gathered in calls):
+        if all(x.label.is_one for x in calls):
             return calls
         both = sides()
         return [x if x.label.is_one else x._replace(label=_label(x, both)) for x in calls]
@@ -100,8 +99,7 @@ class TableScoring(Scoring):
         return tuple(table[:, heads] for table in inputs)
 
     def forward(self, problem: Problem, q: Tensor, inputs: Tensors) -> BiasedAttention:
-        [table] = inputs
-        batch, tokens, heads, _ = q.shape
+        [table], (batch, tokens, heads, _) = inputs, q.shape
         rows = _shared_rows(problem)
         row_lse = table.new_full((len(rows), batch, heads, tokens), -torch.inf)
         bias = LearnedBias(self.kernel, self.scores, table, rows, row_lse)
@@ -130,11 +128,9 @@ def _label(gathered: GatheredCall, both: tuple[Tensor, Tensor]) -> PairRows:
     """
     if gathered.label.row == BY_DISTANCE:
         pairs = zip(both, (gathered.q_spans, gathered.kv_spans), strict=True)
-        sides = [torch.cat([x[slice(*span)] for span in spans]).numpy() for x, spans in pairs]
-        runs = [
-            [x[slice(*span)] for x, span in zip(sides, tile, strict=True)]
-            for tile in gathered.call.tiles
-        ]
+        sides = (torch.cat([x[slice(*span)] for span in spans]) for x, spans in pairs)
+        queries, keys = (x.numpy() for x in sides)  # whose short slices take less time
+        runs = [(queries[slice(*q)], keys[slice(*kv)]) for q, kv in gathered.call.tiles]
         if all((run[1:] - run[:-1] == 1).all() for tile in runs for run in tile):
             return PairRows(BY_DISTANCE, tuple(int(kv[0] - q[0]) for q, kv in runs), both)
     return PairRows(None, None, both)
@@ -148,9 +144,9 @@ def _send_lookups(
     return send_to_device(scores.pairs, device), send_to_device(scores.distances, device)
 
 
-# Each stage of a plan has positions of its own, and a call asks for all of them in turn. There is
-# room for one plan of 60 ranks, or several of few ranks: with less, each call would send all tokens
-# again. If each step has other documents, this bounds the memory that they take on GPUs.
+# Each stage of a plan has positions of its own, and a call asks for all of them in turn. With less
+# room than for a plan of 60 ranks, each call would send all tokens again. If each step has other
+# documents, this bounds the memory that they take on GPUs.
 @functools.lru_cache(maxsize=128)
 def _send_tokens(
     scores: Scores, positions: Tensor, device: torch.device, stream: Stream | None
@@ -190,8 +186,7 @@ class LearnedBias:
     def of_call(self, gathered: GatheredCall) -> CallBias:
         """Return the bias of a call without one row for all pairs, as kernels take it."""
         row, apart, (queries, keys) = gathered.label
-        device = self.table.device
-        place = device, current_stream(device)
+        place = self.table.device, current_stream(self.table.device)
         q_group, q_base, _, q_position = self._gather_tokens(queries, gathered.q_spans, place)
         group, _, segment, position = self._gather_tokens(keys, gathered.kv_spans, place)
         pairs, distances = _send_lookups(self.scores, *place)
@@ -268,19 +263,18 @@ class BiasedGradient(AttentionGradient):
     def backward(
         self, queries: QueryGradients, keys: Keys, gathered: GatheredCall
     ) -> tuple[Tensor, Tensor, Tensor]:
-        bias, call, row = self.bias, gathered.call, gathered.label.row
-        q, k, v, dout = queries.q, keys.k, keys.v, queries.dout
-        softmax = queries.out, queries.lse, queries.delta
+        bias, row, delta = self.bias, gathered.label.row, queries.delta
+        inputs, how = (queries.dout, queries.q, keys.k, keys.v), (gathered.call, self.spec)
+        out, lse = queries.out, queries.lse
         if not gathered.label.is_one:
             added = bias.of_call(gathered)
-            *grads, dtable = bias.kernel.backward(dout, q, k, v, *softmax, call, self.spec, added)
+            dq, dk, dv, dtable = bias.kernel.backward(*inputs, out, lse, delta, *how, added)
             self.dtable.add_(dtable)
-            return grads[0], grads[1], grads[2]
+            return dq, dk, dv
         # the kernel does not know the row: exp(scores + row - lse) = exp(scores - (lse - row))
-        lse = queries.lse - bias.table[row].unsqueeze(-1)
-        softmax = queries.out, lse, queries.delta
-        dq, dk, dv = self.kernel.backward(dout, q, k, v, *softmax, call, self.spec)
-        self.dtable[row] += _sum_rows(dv, v).sum((0, 1))
+        lse = lse - bias.table[row].unsqueeze(-1)
+        dq, dk, dv = self.kernel.backward(*inputs, out, lse, delta, *how)
+        self.dtable[row] += _sum_rows(dv, keys.v).sum((0, 1))
         return dq, dk, dv
 
 
@@ -299,9 +293,8 @@ def _subtract_delta(dtable: Tensor, bias: LearnedBias, queries: QueryGradients) 
 def _sum_rows(x: Tensor, y: Tensor) -> Tensor:
     """Return the sum of x * y (B, S, H, D) of each row: (B, S, H) fp32, or fp64 for fp64 inputs.
 
-    Where x is 0, y may be anything: tokens that nobody sees may hold NaN. This sum and one of the
-    rows take half the time of one alone, since these entries are neighbours in memory: 2.5 ms
-    instead of 4.7, in a backward of CPM-Bee at 64K tokens on one H200.
+    Where x is 0, y may be anything: tokens that nobody sees may hold NaN. To sum the rows later
+    takes half the time of one sum: 2.5 ms instead of 4.7, for CPM-Bee at 64K tokens on one H200.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     return (x.to(wide) * y.to(wide)).masked_fill(x == 0, 0.0).sum(3)

@@ -119,7 +119,7 @@ def _check_choose(q: Tensor, k: Tensor, mask: Mask, sparse: Constants) -> None:
     if not isinstance(mask, Mask):
         raise TypeError(f"expected mask to be a Mask, got {type(mask).__name__}")
     if not isinstance(sparse, Constants):
-        raise TypeError(f"expected sparse to be an Constants, got {type(sparse).__name__}")
+        raise TypeError(f"expected sparse to be an InfLLMV2, got {type(sparse).__name__}")
     if q.dtype not in DTYPES or q.dtype != k.dtype or q.device != k.device:
         raise ValueError(
             "expected q and k of one floating point dtype on one device, got "

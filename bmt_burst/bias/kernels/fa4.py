@@ -62,15 +62,13 @@ def _refuses_biases(spec: Spec, q: Tensor, k: Tensor) -> str | None:
     if spec.deterministic:
         return "its backward with a bias is not deterministic"
     if q.shape[2] != k.shape[2]:
-        return (
-            "with a bias it needs as many kv heads as query heads, "
-            f"got {k.shape[2]} and {q.shape[2]}"
-        )
+        got = f"got {k.shape[2]} and {q.shape[2]}"
+        return f"with a bias it needs as many kv heads as query heads, {got}"
     if q.shape[-1] > _LARGEST_HEAD:
         return f"with a bias it supports head sizes up to {_LARGEST_HEAD}, got {q.shape[-1]}"
-    return (
-        None if installed("triton") else "the gradient of a bias's table needs the package triton"
-    )
+    if not installed("triton"):
+        return "the gradient of a bias's table needs the package triton"
+    return None
 
 
 def _bias_options(bias: CallBias, call: KernelCall, batch: int) -> dict[str, Any]:
@@ -89,18 +87,14 @@ def _bias_options(bias: CallBias, call: KernelCall, batch: int) -> dict[str, Any
         call, name, device, lambda: send_to_device(_find_places(bias, call, batch), device)
     )
     if (of := bias.segments) is None:
-        return {
-            "score_mod": fa4_scores.add_by_distance,
-            "aux_scalars": fa4_scores.scalars(biases, width, places),
-        }
+        scalars = fa4_scores.scalars(biases, width, places)
+        return {"score_mod": fa4_scores.add_by_distance, "aux_scalars": scalars}
     pairs = of.pairs if len(of.pairs) else bias.distances  # if no groups are equal
     numbers = biases, width, places, bias.reach, of.other, len(pairs) - 1
     queries = of.q_group, of.q_base, bias.q_position
     keys = of.kv_group, of.kv_segment, bias.kv_position
-    return {
-        "score_mod": fa4_scores.add_by_segments,
-        "aux_scalars": fa4_scores.scalars(*numbers, *queries, *keys, pairs),
-    }
+    scalars = fa4_scores.scalars(*numbers, *queries, *keys, pairs)
+    return {"score_mod": fa4_scores.add_by_segments, "aux_scalars": scalars}
 
 
 def _find_places(bias: CallBias, call: KernelCall, batch: int) -> Tensor:
@@ -110,7 +104,7 @@ def _find_places(bias: CallBias, call: KernelCall, batch: int) -> Tensor:
         rows += [(q[0], q[1] - 1, kv[0], kv[1] - 1) for q, kv in spans]
     else:
         apart = iter(bias.apart)
-        first = [next(apart) if length(q) and length(kv) else 0 for q, kv in spans]
+        first = (next(apart) if length(q) and length(kv) else 0 for q, kv in spans)
         rows += [(x + bias.reach, 2 * bias.reach) for x in first]
     return torch.tensor(rows * batch, dtype=torch.int32)
 
