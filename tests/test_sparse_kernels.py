@@ -15,7 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from bmt_burst import InfLLMV2, Mask, burst_attn_func
-from bmt_burst.blocks import plan, tiles, torch_far
+from bmt_burst.blocks import far as torch_far
+from bmt_burst.blocks import plan, tiles
 from bmt_burst.blocks.far import FarBlocks, FarKeys
 from bmt_burst.blocks.tiles import KeyLists, find_between
 from bmt_burst.sparse import torch_choice

@@ -35,12 +35,11 @@ from ..ranks.rings import Rings
 from ..sequence.span import Span
 from ..strategies import Plan, Problem
 from ..strategies.compute import Keys, QueryGradients, Tensors
-from . import torch_far
 from .documents import own_keys
 from .far import FarBlocks, FarKeys
 from .spans import Spans
 
-_FAR = Modules(__package__, {"triton": "triton_far", "torch": "torch_far"})
+_FAR = Modules(__package__, {"triton": "triton_far", "torch": "far"})
 
 
 class BlockPlan(Plan):
@@ -168,9 +167,9 @@ def find_kernels(q: Tensor, far: FarKeys) -> ModuleType:
     """Return Triton's module for tensors on GPUs, unless of fp64, too large heads or blocks, or a
     choice for each query head.
     """
-    found, starts = _FAR.find(q), far.blocks.starts
-    is_torch = found is torch_far or starts.shape[1] != far.k.shape[1]
-    return torch_far if is_torch or not found.fits(q, far.k, far.blocks.block_size) else found
+    found, by_torch, blocks = _FAR.find(q), _FAR.load("torch"), far.blocks
+    is_torch = found is by_torch or blocks.starts.shape[1] != far.k.shape[1]
+    return by_torch if is_torch or not found.fits(q, far.k, blocks.block_size) else found
 
 
 def _cut_sequence(parts: Sequence[Span], most: int, stride: int) -> tuple[Span, ...]:

@@ -1,4 +1,4 @@
-"""Triton kernels of the far part of sparse attention. `torch_far.py` specifies them.
+"""Triton kernels of the far part of sparse attention. `far.py` specifies them.
 
 forward, dq  A program has a tile of neighbouring queries with the query heads of one kv head. It
              loops over the union of the tile's blocks. Bits say which query chose which block.
@@ -66,7 +66,7 @@ _INTERPRETED = dict.fromkeys(_HALF, LaunchShape(16, 16, 4, 1))
 
 
 def add_far_outputs(q: Tensor, far: FarKeys, out: Tensor, lse: Tensor) -> None:
-    """Do what `torch_far.add_far_outputs` does, for fp16, bf16 or fp32 tensors."""
+    """Do what `far.add_far_outputs` does, for fp16, bf16 or fp32 tensors."""
     q, k, v = map(make_dense, (q, far.k, far.v))
     if far.blocks.starts.numel() and k.numel():
         _launch_by_tiles("forward", _forward, (q, k, v, out, lse), far)
@@ -75,7 +75,7 @@ def add_far_outputs(q: Tensor, far: FarKeys, out: Tensor, lse: Tensor) -> None:
 def add_far_gradients(
     dout: Tensor, q: Tensor, far: FarKeys, lse_delta: Tensor, dq: Tensor, dk: Tensor, dv: Tensor
 ) -> None:
-    """Do what `torch_far.add_far_gradients` does, for fp16, bf16 or fp32 tensors."""
+    """Do what `far.add_far_gradients` does, for fp16, bf16 or fp32 tensors."""
     q, k, v, dout = map(make_dense, (q, far.k, far.v, dout))
     if far.blocks.starts.numel() and k.numel():
         inputs = q, k, v, dout, lse_delta
