@@ -11,9 +11,8 @@ triton_decoding  these sums and the attention of new tokens on GPUs, also in CUD
 plan        the part of a rank in a call
 extension   `InfLLMV2`, the seam to calls, layers and models
 
-`choose` returns the choice of whole sequences on one process, for inspection. `burst_attn_func` and
-`nn.BurstAttention` take `sparse=InfLLMV2()`. `keep_choices` and `Choices` are for activation
-checkpointing (`base/kept.py`). They also keep the states of lightning attention.
+`choose` returns the choice of whole sequences on one process, for inspection. `keep_choices` and
+`Choices` are for activation checkpointing, also of lightning attention (`base/kept.py`).
 """
 
 from ..base.kept import Results as Choices

@@ -8,20 +8,15 @@ take       A program has the scores of one query, or of a span of them. It finds
            that is chosen by bisection over the bits of a number, and lists the blocks. Another one
            takes from what the spans of a query listed.
 
-A launch has the tiles of many documents. A table says which queries and which keys a tile has.
-
-Scores are kept for some tiles at a time. Of long documents these are few, which spans of blocks
-make enough programs for a GPU. A kernel that overlaps two blocks is scored once: one
-tensor, `scores`, has the largest score of the kernels that begin in a block. Another, `of_last`,
-has the score of the last of these kernels.
+Scores are kept for some tiles of all documents at a time. Of long documents these are few: spans of
+blocks make enough programs for a GPU. A kernel that overlaps two blocks is scored once: `scores`
+has the largest score of the kernels that begin in a block, `of_last` that of the last of these.
 
 A choice does not depend on the other queries of a program. All products have one shape, and sums
 have one order. Launch shapes may change it, so they do not depend on a call's tokens.
 
-Compressed keys are fp32. A product with 16-bit queries takes them as the sum of two 16-bit numbers,
-which have 16 digits for bf16 and 22 for fp16. (The released code rounds them to one.)
-
-Kernels take compressed keys as `split` returns them.
+Compressed keys are fp32. A product with 16-bit queries takes them as the sum of two 16-bit numbers
+(`split`), which have 16 digits for bf16 and 22 for fp16. The released code rounds them to one.
 
 Letters: T tokens, F queries that choose, H query heads, G kv heads, D head size, n kernels of all
 documents. GROUP query heads share a kv head, and HEADS is the power of two that they are padded to.
@@ -31,6 +26,7 @@ HEADS rows. A step has N kernels.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -62,8 +58,6 @@ _LN_2 = math.log(2.0)
 _NORMALIZED, _SCORED = 256, 128
 # The most blocks of a program that takes, a power of two, and those of a warp
 _TAKEN, _OF_WARP = 2048, 512
-
-
 # M rows and N kernels of a step
 _HALF = LaunchShape(128, 64, 4, 2)  # on one H200, with head size 128
 _SINGLE = LaunchShape(64, 32, 4, 1)  # not measured
@@ -137,9 +131,7 @@ def find_tiles(q: Tensor, choosers: Choosers, sparse: Constants, groups: int) ->
     """Return the tiles of some queries, on the device of q (T, H, D)."""
     tokens = count_queries(q, groups)
 
-    def make() -> Tiles:
-        return Tiles.of(choosers, tokens, sparse.block_size, groups, q.device)
-
+    make = functools.partial(Tiles.of, choosers, tokens, sparse.block_size, groups, q.device)
     return prepare_once(choosers, ("tiles", tokens, groups), q.device, make)
 
 
@@ -194,10 +186,8 @@ class Scorer(NamedTuple):
         self, piece: ChoicePiece, normalizers: Tensor, span: int
     ) -> tuple[Tensor, Tensor]:
         """Return the largest S of the kernels that begin in each block, and the S of the last of
-        these kernels: (G, F, blocks) fp32 each.
-
-        They are for the F queries of a piece. They are -1 where no kernel is visible. They are
-        undefined for blocks of a query's window and after it.
+        these kernels: (G, F, blocks) fp32 each, for the F queries of a piece. They are -1 where no
+        kernel is visible, and undefined for blocks of a query's window and after it.
 
         normalizers  those of all queries, as `normalize` returns them
         span         the blocks of a program
@@ -337,11 +327,8 @@ def _fill_scores(
     begin, end, first_stride, strides = _load_tile(tiles + 4 * tl.program_id(0))
     query, token, head, there = tile_rows(tokens, begin, end, TOKENS, GROUP, HEADS)
     q_block = load_rows(address_rows(q, q_strides, token, head), there, D, WIDTH)
-    heads = tl.num_programs(1) * GROUP
-    # heads of the padding add nothing
-    normalizer = tl.load(
-        normalizers + query.to(tl.int64) * heads + head, mask=there, other=INFINITY
-    )
+    at = query.to(tl.int64) * tl.num_programs(1) * GROUP + head
+    normalizer = tl.load(normalizers + at, mask=there, other=INFINITY)  # of padding: adds nothing
     BEGIN: tl.constexpr = BLOCK // STRIDE  # kernels that begin in a block
     own = begin + tl.arange(0, TOKENS)
     own_place = tl.load(places + own, mask=own < end, other=-1).to(tl.int32)
@@ -359,9 +346,8 @@ def _fill_scores(
         sums = tl.sum(tl.reshape(terms, (N, TOKENS, HEADS)), 2)
         hidden = (kernel * STRIDE + 2 * STRIDE)[:, None] > own_place[None, :] + 1
         hidden = hidden | (nth % EACH >= BEGIN)[:, None] | (sums != sums)
-        sums = tl.reshape(
-            tl.where(hidden, -1.0, tl.minimum(sums, _LARGEST)), (N // EACH, EACH, TOKENS)
-        )
+        sums = tl.where(hidden, -1.0, tl.minimum(sums, _LARGEST))
+        sums = tl.reshape(sums, (N // EACH, EACH, TOKENS))
         is_last = (tl.arange(0, EACH) == BEGIN - 1)[None, :, None]
         block = at + tl.arange(0, N // EACH)
         mask = (block < blocks)[:, None] & (own < end)[None, :]

@@ -1,7 +1,7 @@
 """Sparse attention of new tokens on GPUs, with launches that do not depend on earlier tokens.
 
-Kernels read the position of the new tokens from the GPU's memory. There is memory for all tokens up
-to a limit. So a CUDA graph of these functions serves all lengths.
+Kernels read the position of the new tokens from the GPU's memory, and there is memory for all
+tokens up to a limit. So a CUDA graph of these functions serves all lengths.
 
 Letters: B batch, S new tokens, T keys in memory, H query heads, G kv heads, D head size.
 """
@@ -108,11 +108,8 @@ class DecodingKeys:
             inputs = by.flatten(0, 1), prepared[key], self._keys, self.sparse, spec.scale
             parts.append(choose_in_spans(*inputs).unflatten(0, (batch, -1)))
         chosen, q = torch.cat(parts, 1), q.contiguous()
-        share, most, splits = (
-            heads // groups,
-            self.sparse.most_blocks,
-            self._count_splits(q, groups),
-        )
+        share, most = heads // groups, self.sparse.most_blocks
+        splits = self._count_splits(q, groups)
         shape = choose_shape(q, share)
         outs = q.new_empty(splits, *q.shape, dtype=torch.float32)
         lses = q.new_empty(splits, *q.shape[:3], dtype=torch.float32)

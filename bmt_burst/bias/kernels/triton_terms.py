@@ -31,9 +31,8 @@ def first_distance(bias, q_start, q_count, kv_start, kv_count):
 @triton.jit
 def _spread(queries, keys, TRANSPOSED: tl.constexpr):
     """Return queries as a column and keys as a row, or the other way round if TRANSPOSED."""
-    return tl.expand_dims(queries, 0 if TRANSPOSED else 1), tl.expand_dims(
-        keys, 1 if TRANSPOSED else 0
-    )
+    OF_KEYS: tl.constexpr = 1 if TRANSPOSED else 0
+    return tl.expand_dims(queries, 1 - OF_KEYS), tl.expand_dims(keys, OF_KEYS)
 
 
 @triton.jit
@@ -89,9 +88,8 @@ def _fields(bias, first, count, SIZE: tl.constexpr, OF_KEYS: tl.constexpr):
     all_segments = tl.load(segments + first + token, mask=token < count, other=segment)
     all_positions = tl.load(positions + first + token, mask=token < count, other=0)
     differ = tl.max(((all_groups != group) | (all_segments != segment)).to(tl.int32), 0)
-    return Fields(
-        all_groups, all_segments, all_positions, group, segment, differ == 0, first, count
-    )
+    tokens = all_groups, all_segments, all_positions
+    return Fields(*tokens, group, segment, differ == 0, first, count)
 
 
 @triton.jit
@@ -155,15 +153,15 @@ def add_near(bias, head, dscores, queries, keys, M: tl.constexpr):
 
 
 @triton.jit
-def add_waiting(bias, head, waiting, queries, group, segment, M: tl.constexpr):
-    """Add the sums (M,) of queries with keys of one segment to the sums of their rows."""
-    some = _existing(queries, M) & (waiting != 0.0)
-    same = some & (queries.groups == group)
-    rows = tl.load(bias.pairs + (queries.segments + segment), mask=same, other=bias.other)
-    unit = tl.load(bias.unit + head)
-    tl.atomic_add(
-        bias.sums + head * bias.rows + rows, _whole(waiting, unit), mask=some, sem="relaxed"
-    )
+def _finish(bias, head, state, M: tl.constexpr):
+    """Add the sums that wait to the rows of their queries and one segment of keys."""
+    if bias.pairs is not None:
+        _, queries, waiting, group, segment = state
+        some = _existing(queries, M) & (waiting != 0.0)
+        same = some & (queries.groups == group)
+        rows = tl.load(bias.pairs + (queries.segments + segment), mask=same, other=bias.other)
+        sums, unit = bias.sums + head * bias.rows, tl.load(bias.unit + head)
+        tl.atomic_add(sums + rows, _whole(waiting, unit), mask=some, sem="relaxed")
 
 
 @triton.jit
@@ -255,7 +253,7 @@ def _sum(bias, head, state, dscores, keys, M: tl.constexpr, N: tl.constexpr):
         kv_start, own, waiting, group, segment = state
         if keys.uniform:
             if (keys.group != group) | (keys.segment != segment):
-                add_waiting(bias, head, waiting, own, group, segment, M)
+                _finish(bias, head, state, M)
                 waiting = tl.zeros((M,), tl.float32)
                 group, segment = keys.group, keys.segment
             waiting += add_near(bias, head, dscores, own, keys, M)
@@ -263,14 +261,6 @@ def _sum(bias, head, state, dscores, keys, M: tl.constexpr, N: tl.constexpr):
             add_by_segments(bias, head, dscores, own, keys, M, N)
         state = kv_start, own, waiting, group, segment
     return state
-
-
-@triton.jit
-def _finish(bias, head, state, M: tl.constexpr):
-    """Add the sums that wait."""
-    if bias.pairs is not None:
-        _, own, waiting, group, segment = state
-        add_waiting(bias, head, waiting, own, group, segment, M)
 
 
 class BiasArguments(NamedTuple):
