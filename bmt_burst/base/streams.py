@@ -20,7 +20,6 @@ _CAPTURED = (
 
 
 def is_capturing() -> bool:
-    """Whether the current stream captures a CUDA graph."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 

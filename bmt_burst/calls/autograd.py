@@ -42,11 +42,9 @@ class Past:
     rows: int = 0
 
     def keys(self) -> tuple[Tensor, Tensor]:
-        """Return all keys and values."""
         return self._join(self.k), self._join(self.v)
 
     def keys_with_sums(self) -> Keys:
-        """Return all keys and values, with their sums."""
         assert self.dk is not None and self.dv is not None, "a call with gradient has sums"
         return Keys(*self.keys(), self._join(self.dk), self._join(self.dv))
 

@@ -312,7 +312,6 @@ def reserve_ahead(
 
 
 def _count_tokens(rows: Rows) -> tuple[list[int], list[int]]:
-    """Return the numbers of queries and keys of each rank."""
     layout, kv_layout = rows.layout, rows.kv_layout or rows.layout
     assert isinstance(layout, Layout) and isinstance(kv_layout, Layout), "a name has no tokens"
     tokens, keys = ([x.length(r) for r in range(x.size)] for x in (layout, kv_layout))

@@ -36,7 +36,6 @@ def has_kernels(q: Tensor) -> bool:
 
 
 def find_kernels(q: Tensor) -> ModuleType:
-    """Return the module for tensors such as q."""
     return _MODULES.load("triton" if has_kernels(q) else "torch")
 
 

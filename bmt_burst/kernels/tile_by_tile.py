@@ -7,7 +7,7 @@ A tile whose band has no left edge is cut into at most two rectangles and a caus
     # # # #       # #       # #
 
 Such kernels know no windows, which have a left edge. On GPUs the Triton kernel computes those, on
-CPUs the reference, some rows at a time. Memory is O(S + T): no mask of a whole tile is made.
+CPUs the reference, some rows at a time, so that no mask of a whole tile is made.
 """
 
 from __future__ import annotations
@@ -76,7 +76,6 @@ class PlainKernel(Kernel):
         return tuple(total.result()[0].contiguous() for total in sums)
 
     def _kernel_of(self, part: KernelCall) -> Kernel:
-        """Return the kernel that computes a block."""
         return self if self._computes(part) else load("reference")
 
     def _computes(self, call: KernelCall) -> bool:

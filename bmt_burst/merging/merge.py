@@ -6,10 +6,8 @@ Outputs. Let o_i be the attention output over key set i, and l_i the logsumexp o
     o = sum_i exp(l_i - l) o_i   with   l = logsumexp_i l_i
 
 No exponent is positive, so nothing overflows. A row that saw nothing has l = -inf and does not
-change the others. If no row saw anything, o stays: 0, or NaN where all scores are -inf.
-
-Gradients are plain sums. So is delta = rowsum(out * dout), with which a backward corrects for the
-softmax's divisor (FlashAttention-2, arXiv 2307.08691, algorithm 2).
+change the others. If no row saw anything, o stays: 0, or NaN where all scores are -inf. Gradients
+are plain sums. `Kernel.backward` says what delta is.
 
 Parts are kept as the kernels made them until enough are waiting, so that each is read only once.
 The arithmetic is fp32, or fp64 for fp64 inputs. Tokens are not written again if their only part, or
@@ -118,7 +116,6 @@ class Sum:
         return (torch.empty(shape, dtype=dtype, device=device),)
 
     def _fill(self, into: Tensors) -> None:
-        """Write the sum of the parts."""
         [total] = into
         if self.parts:
             _MODULES.find(total).sum_gradients(total, self.parts)

@@ -1,11 +1,10 @@
-"""Agreement of the ranks before they begin something together.
+"""Agreement of the ranks before they begin something together: see "What ranks agree on" in
+docs/design.md.
 
 Each rank sends a line of JSON. It names what the rank is "doing", and has a digest of the terms
 that must be equal on all ranks, and the terms of this rank alone, or the "failure" that prevents
 it. Ranks number their calls and also agree on the backward of each call. Otherwise ranks in
 different backwards would silently add up wrong gradients.
-
-The section "What ranks agree on" of docs/design.md tells what is promised.
 """
 
 from __future__ import annotations
@@ -84,11 +83,11 @@ def run_agreed(
     run     also takes the lines of all ranks, for `read_own`. A rank alone has none
     counts  whether the call is numbered. A later backward names that number: `rings.history.calls`
 
-    If `check` fails on a rank, its error is raised there and RanksDisagree on the others. All ranks
-    raise RanksDisagree if they differ in terms or in what they do. A failure in `run` is reported
-    to the other ranks. They know the failure of a call inside `check` already: a backward may
-    compute its forward again, which calls attention. Several ranks raise RuntimeError, before they
-    send anything, while a CUDA graph is captured.
+    If `check` fails on a rank, its error is raised there and RanksDisagree on the others. They know
+    the failure of a call inside `check` already: a backward may compute its forward again, which
+    calls attention. All ranks raise RanksDisagree if they differ in terms or in what they do. A
+    failure in `run` is reported to the others. In a capture of a CUDA graph, several ranks raise
+    RuntimeError before they send anything.
     """
     if not rings.shared:
         _, given = check()
@@ -180,7 +179,6 @@ def _meet(
 
 
 def _exchange(rings: Rings, doing: str, line: bytes) -> tuple[bytes, ...]:
-    """Return the messages of all ranks."""
     try:
         return tuple(rings.gather(line))
     except RankGone as gone:  # also RankLate

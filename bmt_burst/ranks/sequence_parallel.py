@@ -324,11 +324,9 @@ class WholeSequence:
         """Accept positions: shards of a whole sequence are not checked."""
 
     def longest(self, positions: Tensor) -> Tensor:
-        """Return `SequenceParallel.longest` of positions."""
         return self.sp.longest(positions)
 
     def sum(self, x: Tensor) -> Tensor:
-        """Return `SequenceParallel.sum` of x."""
         return self.sp.sum(x)
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:

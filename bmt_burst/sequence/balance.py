@@ -219,7 +219,6 @@ def _differ(a: _Arc, b: _Arc) -> bool:
 
 
 def _find_documents(mask: Mask) -> list[_Piece]:
-    """Return the parts of the mask, whole."""
     starts = [s.q[0] for s in mask.slices]
     documents = []
     for start, stop in mask.parts:

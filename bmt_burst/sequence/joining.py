@@ -63,7 +63,6 @@ class _Shard(NamedTuple):
     ends: list[int]
 
     def count_before(self, position: int) -> int:
-        """Count the tokens before a position."""
         index = bisect.bisect_left(self.starts, position) - 1
         if index < 0:
             return 0

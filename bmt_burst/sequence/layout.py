@@ -325,7 +325,6 @@ class Chunked(Stacked):
         return self
 
     def find_chunk(self, position: int) -> int:
-        """Return the number of the chunk with a position."""
         return bisect.bisect_right(self.spans, (position, self.seq_len)) - 1
 
     def since(self, first: int, number: int) -> Layout:
@@ -349,7 +348,6 @@ def count_chunks(tokens: int, most: int) -> int:
 
 
 def layout_class(name: str) -> type[Layout]:
-    """Return the class of the layout called `name`."""
     check_choice("layout", name, LAYOUTS)
     return LAYOUTS[name]
 
@@ -370,7 +368,6 @@ def unshard(shards: Sequence[Tensor], dim: int = 1, layout: str = "zigzag") -> T
 
 
 def _count_tokens(shards: Sequence[Tensor], dim: int) -> list[int]:
-    """Return the number of tokens of each shard."""
     dims = [check_dim(x, dim) for x in shards]  # before x.shape, which only tensors have
     return [x.shape[d] for x, d in zip(shards, dims, strict=True)]
 

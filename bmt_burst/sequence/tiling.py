@@ -31,7 +31,6 @@ class _QueryRun(NamedTuple):
 
     @property
     def visible(self) -> Span:
-        """The positions that any of the queries sees."""
         last = self.first + self.step * (length(self.span) - 1)
         return self.slice.seen_from(self.first, last)
 
@@ -67,7 +66,6 @@ class Tiling:
 
     @functools.cached_property
     def transposed(self) -> Tiling:
-        """The tiling of the transposed mask."""
         other = Tiling(self.mask.transposed, self.kv_layout)
         other.kv_layout, other.is_one_layout = self.layout, self.is_one_layout
         if self.is_one_layout:
@@ -182,13 +180,6 @@ def _part(s: Slice, run: Run) -> _QueryRun | None:
     if first >= stop:
         return None
     return _QueryRun(s, start + step * first, step, (offset + first, offset + stop))
-
-
-def _within(run: Run, start: int, stop: int) -> Span:
-    """Return the span of a run with positions start..stop - 1. It may be empty."""
-    position, step, _, (offset, end) = run
-    first, last = _inside(position, step, end - offset, start, stop)
-    return offset + first, offset + last
 
 
 def _inside(position: int, step: int, tokens: int, start: int, stop: int) -> Span:

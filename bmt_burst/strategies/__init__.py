@@ -260,16 +260,14 @@ def choose(name: str, problem: Problem) -> Strategy:
     The answer is the same on all ranks, and with and without gradients. It is logged once. Raises
     ValueError with the reason if a strategy that was asked for by name refuses the problem.
     """
-    if name == "auto":
-        return _choose_automatically(problem)
-    strategy = load(name)
-    if reason := strategy.refuses(problem):
-        raise ValueError(f"strategy {name!r}: {reason}")
-    return strategy
-
-
-def _choose_automatically(problem: Problem) -> Strategy:
-    one_call, work, size = load("one-call"), _count_operations(problem), problem.layout.size
+    if name != "auto":
+        strategy = load(name)
+        if reason := strategy.refuses(problem):
+            raise ValueError(f"strategy {name!r}: {reason}")
+        return strategy
+    one_call, sizes, size = load("one-call"), problem.sizes, problem.layout.size
+    pairs = problem.mask.area * sizes.batch * sizes.heads / size  # of a rank, on average
+    work = 4 * pairs * sizes.head_size  # two products for each pair
     is_short = work < _SHORT and max(problem.most_queries, problem.most_keys) <= _FEW_TOKENS
     fits = _count_gathered_bytes(problem) <= problem.group_bytes
     takes_one_call = size > 1 and is_short and fits and one_call.refuses(problem) is None
@@ -279,13 +277,6 @@ def _choose_automatically(problem: Problem) -> Strategy:
         text = "strategy='auto' took %r: a rank's forward has %.3f TFLOP"
         logger.info(text, chosen.name, work / 1e12)
     return chosen
-
-
-def _count_operations(problem: Problem) -> float:
-    """Count the operations of a rank's forward, on average: two products for each visible pair."""
-    sizes = problem.sizes
-    pairs = problem.mask.area * sizes.batch * sizes.heads / problem.layout.size
-    return 4 * pairs * sizes.head_size
 
 
 def _count_gathered_bytes(problem: Problem) -> int:

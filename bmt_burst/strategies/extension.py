@@ -1,9 +1,7 @@
 """The seam between a call of attention and an extension of it.
 
-An extension narrows what queries attend to, or adds to their scores, by tensors and facts of its
-own. A call knows nothing else of it than the contract of `Extension`.
-
-An extension that only computes pairs in another way returns the plan of a strategy, with a
+An extension narrows what queries attend to, or adds to their scores, by tensors of its own. One
+that only computes pairs in another way returns the plan of a strategy, with a
 `Scoring` in its problem. An extension that moves tensors of its own has its own `Plan`, which may
 contain a strategy's. Such a plan uses `Rings.gather_tensors` and `Rings.sum_for_each`, or
 `exchange` and `deliver` of the rings' transports. It calls `Rings.reserve` even if it never

@@ -100,13 +100,12 @@ class PlainRingPlan(Plan):
     @functools.cached_property
     def _calls(self) -> list[Sequence[GatheredCall]]:
         """The kernel calls of each hop: this rank's queries with the block that it holds."""
-        problem = self.problem
+        problem, found = self.problem, []
         tiling = Tiling(problem.mask, problem.layout, problem.kv_layout)
-        shards = [tiling.kv_layout.runs(self._owner(hop)) for hop in range(self.size)]
-        return [
-            kernel_calls(tiling.tiles(self.rank, runs, [run.span for run in runs]))
-            for runs in shards
-        ]
+        for hop in range(self.size):
+            runs = tiling.kv_layout.runs(self._owner(hop))
+            found.append(kernel_calls(tiling.tiles(self.rank, runs, [run.span for run in runs])))
+        return found
 
     def _pass_on(self, rings: Rings, block: Sequence[Tensor], hop: int) -> list[Tensor]:
         """Send a block to the next rank. Return the previous rank's: each tensor (B, S, G, D)."""

@@ -41,7 +41,6 @@ class CopyEngines:
         self.arena = torch.empty(0, dtype=torch.uint8)
 
     def fits(self, lane_bytes: Mapping[str, int]) -> bool:
-        """Whether deliveries of `lane_bytes` fit."""
         return bool(self.lanes) and all(lane_bytes[lane] <= self.slot_bytes[lane] for lane in LANES)
 
     def growth(self, lane_bytes: Mapping[str, int]) -> list[Callable[[], None]]:

@@ -93,7 +93,6 @@ class CudaDevice:
         return everyone
 
     def stream(self) -> CudaStream:
-        """Make a new stream."""
         # Copies of a GPU to itself are kernels: without a higher priority they would wait until all
         # blocks of the kernel that is running have begun.
         return CudaStream(torch.cuda.Stream(self.index, priority=-1))

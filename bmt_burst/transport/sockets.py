@@ -246,7 +246,6 @@ def _open_connections(
 
 
 def _wait_for_keys(store: dist.Store, peers: Sequence[int], timeout: float) -> None:
-    """Wait until these ranks have written their addresses."""
     # A wait inside the store would keep other threads of this process from it, which may be about
     # to make other groups that the other ranks wait for first.
     deadline = time.monotonic() + timeout

@@ -72,7 +72,6 @@ class TorchTransport(ProcessTransport):
 
     @property
     def has_default_timeout(self) -> bool:
-        """Whether the group has one of torch's default timeouts."""
         defaults = constants.default_pg_timeout, constants.default_pg_nccl_timeout
         return timedelta(seconds=self.own_timeout) in defaults
 

@@ -1,8 +1,8 @@
 """A watch that ends a process if its GPU waits for a rank that is gone or has failed.
 
-Streams wait for peers' flags, and nothing wakes them: a host that waits for such a stream gets no
-exception. So a thread watches the other ranks. Once a rank sends no more messages, enqueued work
-has some seconds to finish without it. Otherwise the process says so and ends.
+Nothing wakes a stream that waits for a peer's flag, nor a host that waits for such a stream. So a
+thread watches the other ranks. Once a rank sends no more messages, enqueued work has some seconds
+to finish without it. Otherwise the process says so and ends.
 
 Copy engines need it, and graphs that a Decoder replays. Over NCCL, torch's own watchdog ends a
 process whose exchange takes longer than the group's timeout, unless a graph makes the exchange.

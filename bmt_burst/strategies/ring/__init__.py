@@ -118,7 +118,6 @@ class RingPlan(Plan):
 
     @functools.cached_property
     def _parts(self) -> list[tuple[MaskPart, Tiling]]:
-        """The parts of the problem, each with its tiling."""
         tiling = self._tiling
         return [
             (part, tiling if part.mask is tiling.mask else tiling.with_mask(part.mask))
@@ -134,7 +133,6 @@ class RingPlan(Plan):
 
     @functools.cached_property
     def _positions(self) -> Tensor:
-        """The positions of this rank's tokens."""
         return self.problem.layout.positions(self.rank)
 
     @functools.cached_property

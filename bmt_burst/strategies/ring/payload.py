@@ -48,7 +48,6 @@ class Payload(ABC):
         """Return the block from the tensors of `depart`."""
 
     def most_tokens(self, problem: Problem) -> int:
-        """Return the number of tokens of the longest block."""
         return problem.most_queries if self.sends_queries else problem.most_keys
 
 

@@ -185,7 +185,6 @@ class Program:
 
 
 def _describe(gathered: Sequence[GatheredCall]) -> str:
-    """Describe kernel calls in a few words."""
     calls = [each.call for each in gathered]
     sizes = [f"{x.q_tokens} x {x.kv_tokens} in {len(x.tiles)} tiles" for x in calls]
     return f"{len(calls)} kernel calls: {', '.join(sizes)}" if calls else "nothing"

@@ -207,7 +207,6 @@ class UlyssesPlan(Plan):
                 delivery.release()
 
     def __str__(self) -> str:
-        """Show which rank gets which heads."""
         first, size = self.host * self.problem.inner, self.problem.layout.size
         counts = ", ".join(str(length(heads[self.place])) for heads in self.pieces)
         rings = [*filter(None, self.rings)]

@@ -5,9 +5,9 @@ Visit    each rank sends its tokens to the ranks of the heads. All that belongs 
 Return   these send their results to the ranks of the tokens, as a kernel leaves them: a message
          has some tokens of one tensor. Where they land, they are copied to their heads.
 
-Each rank sends its own part too, to itself. All places follow from the plan and are found once. So
-a call only makes a view for each message. It copies the heads of all ranks at once if these lie
-equally far apart.
+Each rank sends its own part too, to itself. All places follow from the plan and are found once. A
+call makes a view for each message, and copies heads of all ranks at once if they lie equally far
+apart.
 
 Letters: B batch, S tokens of a rank, N tokens of a host.
 """
@@ -92,7 +92,6 @@ class HostTokens:
         return x if self.is_sorted else x.index_select(1, self._orders(x.device)[0])
 
     def unsort(self, x: Tensor) -> Tensor:
-        """Undo `sort`."""
         return x if self.is_sorted else x.index_select(1, self._orders(x.device)[1])
 
     def _orders(self, device: torch.device) -> Tensor:
@@ -188,7 +187,6 @@ class HeadExchange(ABC):
 
     @functools.cached_property
     def token_bytes(self) -> list[list[int]]:
-        """The bytes of these units."""
         units = [field.unit.itemsize for field in self.fields]
         return [[length(x) * n for x, n in zip(row, units, strict=True)] for row in self.columns]
 
