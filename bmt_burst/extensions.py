@@ -38,9 +38,8 @@ def find_extension(
     if by_table:
         raise ValueError("expected sparse or a bias, got both: sparse attention adds no bias")
     if choose_by is not None and not isinstance(choose_by, list | tuple):
-        raise TypeError(
-            f"choose_by must be a pair of queries and keys, got {type(choose_by).__name__}"
-        )
+        got = type(choose_by).__name__
+        raise TypeError(f"choose_by must be a pair of queries and keys, got {got}")
     if sparse is None:
         raise ValueError("expected sparse together with choose_by, got choose_by alone")
     return check_extension(sparse), tuple(choose_by or ())
@@ -49,9 +48,8 @@ def find_extension(
 def check_extension(sparse: Any) -> Extension:
     """Return `sparse`. Raises TypeError unless it is an Extension."""
     if not isinstance(sparse, Extension):
-        raise TypeError(
-            f"sparse must be an Extension, such as InfLLMV2(), got {type(sparse).__name__}"
-        )
+        got = type(sparse).__name__
+        raise TypeError(f"sparse must be an Extension, such as InfLLMV2(), got {got}")
     return sparse
 
 

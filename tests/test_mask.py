@@ -207,7 +207,7 @@ QKV = random_qkv(1, 4, 1, 1, 8)
 @pytest.mark.parametrize(
     ("slices", "message"),
     [
-        ((Slice((0, 8), (6, 8), 0), SQUARE, Slice((7, 8), (0, 8))), r"Slice\(\(7, 8\).*in common"),
+        ((Slice((0, 8), (6, 8), 0), SQUARE, Slice((7, 8), (0, 8))), r"overlap: .*Slice\(\(7, 8\)"),
         ((Slice((0, 9), (0, 4)),), r"q=\(0, 9\) of a slice is out of range: the mask has 8 tokens"),
         ((Slice((0, 4), (-1, 4)),), r"kv=\(-1, 4\) of a slice is out of range"),
         ((Slice((4, 3), (0, 4)),), r"q=\(4, 3\) of a slice is out of range"),
@@ -303,7 +303,7 @@ CU_SEQLENS = [
     (None, "TypeError: cu_seqlens must be a sequence of whole numbers, got NoneType"),
     (torch.tensor([0.0, 8.0]), "TypeError: integers of one dimension, got .* torch.float32"),
     (torch.tensor([[0, 8]]), r"TypeError: tensor of integers of one dimension, got shape \(1, 2\)"),
-    (torch.zeros(2, dtype=torch.int32, device="meta"), "ValueError: on the CPU, .* got meta"),
+    (torch.zeros(2, dtype=torch.int32, device="meta"), "ValueError: on the CPU, got meta"),
     ((0, 1 << 70), r"ValueError: cu_seqlens must be below 2\^63, got a number of 71 bits"),
 ]
 

@@ -137,10 +137,8 @@ def expand_rows(
     rows = tuple(given) if isinstance(given, list | tuple) else (given,)
     for row in rows:
         if not isinstance(row, kinds) or row is given:
-            raise TypeError(
-                f"{name} must be a {kinds[-1].__name__} or one for each row, "
-                f"got {type(row).__name__}{hint}"
-            )
+            kind, got = kinds[-1].__name__, type(row).__name__
+            raise TypeError(f"{name} must be a {kind} or one for each row, got {got}{hint}")
     if len(rows) != batch:
         raise ValueError(f"{name} has {len(rows)} entries for a batch of {batch} rows")
     return rows

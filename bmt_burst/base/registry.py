@@ -53,9 +53,8 @@ class Registry(Generic[T]):
             if (reason := refuses(self._loaded.get(name) or self.load(name))) is None:
                 return name
             reasons.append(f"{name}: {reason}")
-        raise ValueError(
-            f"no {what} {q.dtype}, head size {q.shape[-1]} on {q.device}: {'; '.join(reasons)}"
-        )
+        given = f"{q.dtype}, head size {q.shape[-1]} on {q.device}"
+        raise ValueError(f"no {what} {given}: {'; '.join(reasons)}")
 
     def pick(self, flash: str, q: Tensor, refuses: Refuses, aliases: Mapping[str, Any]) -> str:
         """Return the `first` of the names that `flash` stands for. "auto" stands for all.

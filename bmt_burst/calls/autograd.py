@@ -76,10 +76,8 @@ def begin_backward(ctx: Any, name: str, *grads: Tensor | None) -> tuple[Tensor, 
     saved: tuple[Tensor, ...] = ctx.saved_tensors  # raises if they were freed
     if ctx.has_past:
         if ctx.past is None:
-            raise ValueError(
-                "the backward of a chunk ran twice: call it once on each chunk's loss, before the "
-                "next chunk"
-            )
+            hint = "call it once on each chunk's loss, before the next chunk"
+            raise ValueError(f"the backward of a chunk ran twice: {hint}")
         if ctx.past.begin is None:
             raise ValueError(
                 "a chunk of forward() or of a prefill has no backward: call backward on the loss "

@@ -68,9 +68,8 @@ def _check_one(name: str, x: Tensor, is_packed: bool) -> None:
         expected = "packed, (tokens" if is_packed else "(batch, tokens"
         other = {3: "burst_attn_varlen_func takes packed documents", 4: "burst_attn_func batches"}
         hint = f": {other[x.dim()]}" if x.dim() in other else ""
-        raise ValueError(
-            f"{name} must be {expected}, heads, head size), got shape {tuple(x.shape)}{hint}"
-        )
+        shape = f"{tuple(x.shape)}{hint}"
+        raise ValueError(f"{name} must be {expected}, heads, head size), got shape {shape}")
     if x.dtype not in DTYPES:
         raise TypeError(f"{name} must be fp16, bf16, fp32 or fp64, got {x.dtype}")
     *batch, _tokens, heads, head_size = x.shape
@@ -82,24 +81,18 @@ def _check_one(name: str, x: Tensor, is_packed: bool) -> None:
 
 def _check_together(q: Tensor, k: Tensor, v: Tensor) -> None:
     if not q.dtype == k.dtype == v.dtype:
-        raise TypeError(
-            f"q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}: cast them, "
-            "or call under torch.autocast"
-        )
+        got = f"{q.dtype}, {k.dtype} and {v.dtype}: cast them, or call under torch.autocast"
+        raise TypeError(f"q, k and v must have one dtype, got {got}")
     if not q.device == k.device == v.device:
-        raise ValueError(
-            f"q, k and v must be on one device, got {q.device}, {k.device} and {v.device}"
-        )
+        got = f"{q.device}, {k.device} and {v.device}"
+        raise ValueError(f"q, k and v must be on one device, got {got}")
     if k.shape[:3] != v.shape[:3]:
-        raise ValueError(
-            "k and v must have the same batch, tokens and heads, "
-            f"got shapes {tuple(k.shape)} and {tuple(v.shape)}"
-        )
+        got = f"{tuple(k.shape)} and {tuple(v.shape)}"
+        raise ValueError(f"k and v must have the same batch, tokens and heads, got shapes {got}")
     for dim, meaning in ((0, "batch"), (3, "head size")):
         if q.shape[dim] != k.shape[dim]:
-            raise ValueError(
-                f"q and k differ in {meaning}: shapes {tuple(q.shape)} and {tuple(k.shape)}"
-            )
+            got = f"{tuple(q.shape)} and {tuple(k.shape)}"
+            raise ValueError(f"q and k differ in {meaning}: shapes {got}")
     if q.shape[2] % k.shape[2]:
         raise ValueError(f"k has {k.shape[2]} heads, which does not divide q's {q.shape[2]}")
 
@@ -112,10 +105,8 @@ def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
     if sinks.shape != q.shape[2:3]:
         several = ": several sinks of a head equal one, sinks.logsumexp(0)"
         hint = several if sinks.shape[1:] == q.shape[2:3] else ""
-        raise ValueError(
-            f"sinks must be ({q.shape[2]},), one for each query head, got shape "
-            f"{tuple(sinks.shape)}{hint}"
-        )
+        expected, got = f"({q.shape[2]},), one for each query head", tuple(sinks.shape)
+        raise ValueError(f"sinks must be {expected}, got shape {got}{hint}")
     check_like_lse("sinks", sinks, q)
 
 

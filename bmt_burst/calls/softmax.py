@@ -115,10 +115,8 @@ class SoftmaxAttention:
         most = wide.max * math.log(2)
         if not wide.tiny <= scale <= most:
             kind = "zero" if scale < wide.tiny else "infinite"
-            raise ValueError(
-                f"softmax_scale={scale} is {kind} in {wide.dtype}, in which {dtype} scores are "
-                "scaled"
-            )
+            of_scores = f"{wide.dtype}, in which {dtype} scores are scaled"
+            raise ValueError(f"softmax_scale={scale} is {kind} in {of_scores}")
         if softcap is not None and not all(
             wide.tiny <= x <= most for x in (softcap, scale / softcap)
         ):
@@ -350,10 +348,8 @@ def _check_call(
     form = check_inputs(q, k, v, sinks, sequence.packed)
     if extension is not None:
         if not extension.takes_two_lengths and q.shape[-3] != k.shape[-3]:
-            raise ValueError(
-                f"{extension.name} takes queries and keys of one sequence, got {q.shape[-3]} "
-                f"queries and {k.shape[-3]} keys"
-            )
+            got = f"{q.shape[-3]} queries and {k.shape[-3]} keys"
+            raise ValueError(f"{extension.name} takes queries and keys of one sequence, got {got}")
         extension.check(tuple(others), q, k)
     q, k, v = form.prepare(q, k, v)
     check_device(rings, q)

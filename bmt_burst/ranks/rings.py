@@ -311,7 +311,5 @@ def check_device(rings: Rings, x: Tensor) -> None:
     """Raise ValueError if the rings cannot exchange tensors on x's device."""
     for transport in rings.shared:
         if x.device.type not in transport.device_types:
-            able = sorted(transport.device_types)
-            raise ValueError(
-                f"expected inputs on one of {able}, which the group can exchange, got {x.device}"
-            )
+            expected = f"inputs on one of {sorted(transport.device_types)}"
+            raise ValueError(f"expected {expected}, which the group can exchange, got {x.device}")

@@ -93,9 +93,8 @@ class SequenceParallel:
         if not isinstance(self.layout, Layout):
             return Layout.named(self.layout, seq_len, self.size)
         if self.layout.seq_len != as_int("seq_len", seq_len):
-            raise ValueError(
-                f"the layout is for sequences of {self.layout.seq_len} tokens, got one of {seq_len}"
-            )
+            expected = f"the layout is for sequences of {self.layout.seq_len} tokens"
+            raise ValueError(f"{expected}, got one of {seq_len}")
         return self.layout
 
     def positions(self, seq_len: int, device: torch.device | str | None = None) -> Tensor:

@@ -67,8 +67,7 @@ class Layout(ABC):
             raise ValueError(f"expected a layout of at least one rank, got size={self.size}")
         if self.seq_len < self.size:
             raise ValueError(
-                f"a sequence of {self.seq_len} tokens is too short for {self.size} ranks; "
-                f"the smallest is {self.size}"
+                f"a sequence of {self.seq_len} tokens is too short for {self.size} ranks"
             )
 
     @staticmethod
@@ -183,10 +182,8 @@ class Layout(ABC):
         """
         dim = check_dim(x, dim)
         if x.shape[dim] != self.seq_len:
-            raise ValueError(
-                f"expected {self.seq_len} tokens in dimension {dim}, got {x.shape[dim]} in shape "
-                f"{tuple(x.shape)}"
-            )
+            got = f"{x.shape[dim]} in shape {tuple(x.shape)}"
+            raise ValueError(f"expected {self.seq_len} tokens in dimension {dim}, got {got}")
         return x.index_select(dim, self.positions(rank, x.device))
 
     def unshard(self, shards: Sequence[Tensor], dim: int = 1) -> Tensor:

@@ -223,10 +223,8 @@ class Mask:
         """
         rows = as_int("start", start), as_int("stop", stop)
         if not 0 <= rows[0] < rows[1] <= self.seq_len:
-            raise ValueError(
-                f"expected rows 0 <= start < stop <= {self.seq_len}, got start={rows[0]} and "
-                f"stop={rows[1]}"
-            )
+            got = f"start={rows[0]} and stop={rows[1]}"
+            raise ValueError(f"expected rows 0 <= start < stop <= {self.seq_len}, got {got}")
         if length(rows) == self.seq_len:
             return self
         slices = [
@@ -343,10 +341,9 @@ class Mask:
     def check_one_length(self, what: str) -> None:
         """Raise ValueError if the numbers of queries and keys differ. `what` needs one sequence."""
         if self.kv_len != self.seq_len:
-            raise ValueError(
-                f"{what}: expected a mask of queries and keys of one sequence, got one of "
-                f"{self.seq_len} queries and {self.kv_len} keys"
-            )
+            got = f"{self.seq_len} queries and {self.kv_len} keys"
+            expected = "expected a mask of queries and keys of one sequence"
+            raise ValueError(f"{what}: {expected}, got one of {got}")
 
     def check_unbroken(self, what: str, hint: str) -> None:
         """Raise ValueError unless each token of a document sees the token before it."""
@@ -509,10 +506,8 @@ def _read_numbers(name: str, cu_seqlens: Sequence[int] | Tensor) -> list[int]:
             got = f"shape {tuple(cu_seqlens.shape)} and {cu_seqlens.dtype}"
             raise TypeError(f"{name} must be a tensor of integers of one dimension, got {got}")
         if cu_seqlens.device.type != "cpu":
-            raise ValueError(
-                f"{name} must be on the CPU, where its numbers are read, "
-                f"got {cu_seqlens.device}: make it there, or pass {name}.tolist()"
-            )
+            hint = f"make it there, or pass {name}.tolist()"
+            raise ValueError(f"{name} must be on the CPU, got {cu_seqlens.device}: {hint}")
         cu_seqlens = cu_seqlens.tolist()
     bounds = [as_int(name, x) for x in check_iterable(name, cu_seqlens)]
     if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] == 0:
@@ -536,10 +531,8 @@ def read_documents(
         return queries, queries
     keys = _read_numbers(kv_name, kv_cu_seqlens)
     if len(keys) != len(queries):
-        raise ValueError(
-            f"expected {kv_name} of as many documents as cu_seqlens, {len(queries) - 1}, got "
-            f"{len(keys) - 1}"
-        )
+        counts = f"{len(queries) - 1}, got {len(keys) - 1}"
+        raise ValueError(f"expected {kv_name} of as many documents as cu_seqlens, {counts}")
     return queries, keys
 
 
@@ -577,7 +570,5 @@ def _check_disjoint(slices: Sequence[Slice]) -> None:
             for j in near:
                 a, b = active[j], active[i]
                 if max(i, j) >= known and a.intersect(b).area:
-                    raise ValueError(
-                        f"slices overlap: Slice{tuple(a)} and Slice{tuple(b)} have pairs in common"
-                    )
+                    raise ValueError(f"slices overlap: Slice{tuple(a)} and Slice{tuple(b)}")
             near.append(i)

@@ -36,19 +36,14 @@ def read_tree(lengths: Sequence[int], parents: Sequence[int | None]) -> list[Nod
     given = check_iterable("parents", parents)
     above = [None if x is None else as_int("parents", x) for x in given]
     if len(counts) != len(above) or not counts:
-        raise ValueError(
-            f"expected as many parents as lengths, at least one, got {len(above)} parents and "
-            f"{len(counts)} lengths"
-        )
+        got = f"{len(above)} parents and {len(counts)} lengths"
+        raise ValueError(f"expected as many parents as lengths, at least one, got {got}")
     for i, (count, parent) in enumerate(zip(counts, above, strict=True)):
         if count < 1:
             raise ValueError(f"lengths[{i}] must be at least 1, got {count}")
         if parent is not None and not 0 <= parent < i:
-            raise ValueError(
-                f"parents[{i}] must be None or an earlier node, 0 to {i - 1}, got {parent}"
-                if i
-                else f"parents[0] must be None: no node comes before it, got {parent}"
-            )
+            expected = f"None or an earlier node, 0 to {i - 1}" if i else "None"
+            raise ValueError(f"parents[{i}] must be {expected}, got {parent}")
     starts, children = [0, *itertools.accumulate(counts)], Counter(above)
     # the place of each node among those that are kept, and their bounds, parents and depths
     place, spans, up, depths = list[int](), list[Span](), list[int | None](), list[int]()
