@@ -387,14 +387,8 @@ def _check_call(
     }
     counts = (x.shape[1] * max(rows.stacked, 1) for x in (q, k))
     terms = Terms(CALL, shared, dict(zip(_OWN, counts, strict=True)))
-    sizes = Sizes(
-        batch=1 if rows.stacked else batch,
-        heads=heads,
-        kv_heads=k.shape[2],
-        head_size=head_size,
-        dtype=q.dtype,
-        partial=kernel.partial_dtype(q.dtype),
-    )
+    batch, partial = 1 if rows.stacked else batch, kernel.partial_dtype(q.dtype)
+    sizes = Sizes(batch, heads, k.shape[2], head_size, q.dtype, partial)
     of_call = spec, kernel, sizes, q.device, needs_gradient
     return Request(terms, kind, form, rows, extension, *of_call)
 

@@ -87,16 +87,10 @@ class OneCallPlan(RingPlan):
     def _make_program(self, payload: Payload) -> Program:
         stage = self._seen.stage(tuple(range(self.problem.inner)))
         nothing = Landing((), (), 0)  # the own block is in the stage
-        return Program(
-            problem=self.problem,
-            rank=self.rank,
-            payload=payload,
-            own=(),
-            passes=[make_pass(payload, self.problem.sizes, ALL, ALL)],
-            rounds=(Round(self.rank, self._seen.held, nothing, (stage,)),),
-            calls={(0, 0): self._calls},
-            has_one_stage=True,
-        )
+        passes = [make_pass(payload, self.problem.sizes, ALL, ALL)]
+        rounds = (Round(self.rank, self._seen.held, nothing, (stage,)),)
+        steps = passes, rounds, {(0, 0): self._calls}
+        return Program(self.problem, self.rank, payload, (), *steps, has_one_stage=True)
 
     def _most_bytes(self, payload: Payload) -> tuple[int, int]:
         tokens = _MOST_COPIES * self.problem.most_keys * self.problem.inner

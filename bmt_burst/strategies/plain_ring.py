@@ -28,7 +28,7 @@ from ..merging.merge import Outputs
 from ..merging.parts import tokens_at
 from ..ranks.rings import Rings
 from ..sequence.gathered_calls import GatheredCall, kernel_calls
-from ..sequence.span import Span, in_turn
+from ..sequence.span import in_turn
 from ..sequence.tiling import Tiling
 from ..transport import LANES
 from . import DENSE, Plan, Problem, Strategy
@@ -82,7 +82,8 @@ class PlainRingPlan(Plan):
             here, (dk, dv) = Keys(*block[:2]), block[2:]
             for parts in attention.compute(self._calls[hop], queries, here):
                 for total, (spans, part) in zip((dq, dk, dv), parts, strict=True):
-                    _add_gradient(total, spans, part)
+                    for span, place in in_turn(spans):
+                        tokens_at(total, span).add_(tokens_at(part, place))
             block = self._pass_on(rings, block, hop)
         dk, dv = block[2:]
         if keys.dk is not None and keys.dv is not None:
@@ -100,7 +101,7 @@ class PlainRingPlan(Plan):
     @functools.cached_property
     def _calls(self) -> list[Sequence[GatheredCall]]:
         """The kernel calls of each hop: this rank's queries with the block that it holds."""
-        problem, found = self.problem, []
+        problem, found = self.problem, list[Sequence[GatheredCall]]()
         tiling = Tiling(problem.mask, problem.layout, problem.kv_layout)
         for hop in range(self.size):
             runs = tiling.kv_layout.runs(self._owner(hop))
@@ -117,9 +118,3 @@ class PlainRingPlan(Plan):
         after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         rings.inner.exchange([(x, after) for x in block], [(x, before) for x in received]).wait()
         return received
-
-
-def _add_gradient(total: Tensor, spans: Sequence[Span], part: Tensor) -> None:
-    """Add the gradient (B, T, heads, D) of the tokens of some spans to `total`, in place."""
-    for span, place in in_turn(spans):
-        tokens_at(total, span).add_(tokens_at(part, place))

@@ -152,15 +152,8 @@ class RingPlan(Plan):
             landings = round_.landing, *(stage.landing for stage in round_.stages)
             for i, landing in enumerate(landings, start=-1):
                 calls[n, i] = self._find_calls(landing, payload)
-        return Program(
-            problem=self.problem,
-            rank=self.rank,
-            payload=payload,
-            own=self._own_calls,
-            passes=passes,
-            rounds=rounds,
-            calls=calls,
-        )
+        own = self._own_calls
+        return Program(self.problem, self.rank, payload, own, passes, rounds, calls)
 
     def _find_calls(self, landing: Landing, payload: Payload) -> list[GatheredCall]:
         """Return the kernel calls of this rank's tokens with those that landed."""
