@@ -237,12 +237,10 @@ def _exchange_terms(rings: Rings, terms: Terms) -> list[dict[str, Any]]:
     """Return the shared terms of all ranks, with the slices of masks and the runs of layouts."""
     mine = json.dumps(terms.shared, default=_list_details).encode()
     whole = [b""] * rings.size
-    # one message between hosts has the pieces of all ranks of a host
-    most = MESSAGE_BYTES // (rings.inner.size if rings.double else 1)
-    for start in itertools.count(0, most):
-        pieces = _exchange(rings, terms.doing, mine[start : start + most])
+    for start in itertools.count(0, MESSAGE_BYTES):
+        pieces = _exchange(rings, terms.doing, mine[start : start + MESSAGE_BYTES])
         whole = [x + piece for x, piece in zip(whole, pieces, strict=True)]
-        if max(map(len, pieces)) < most:
+        if max(map(len, pieces)) < MESSAGE_BYTES:
             return [*map(json.loads, whole)]
     raise AssertionError("each message ends")
 

@@ -7,7 +7,6 @@ import hashlib
 import os
 import threading
 import uuid
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -102,9 +101,14 @@ class Rings:
             raise
 
     def _gather_over_both(self, message: bytes) -> list[bytes]:
-        here = zlib.compress(b"\n".join(self.inner.messenger.gather(message)), 1)
-        hosts = enumerate(self.outer.messenger.gather(here))
-        return [reply for rank, host in hosts for reply in _unpack_host(rank, host).split(b"\n")]
+        here = b"".join(b"\0" + line for line in self.inner.messenger.gather(message))
+        hosts = self.outer.messenger.gather(here)
+        for rank, lines in enumerate(hosts):
+            if not lines.startswith(b"\0"):
+                passed = f"rank {rank} of the inter group passed it as process_group"
+                got = lines.decode(errors="replace")[:200]
+                raise RanksDisagree(f"{passed}: expected packed lines, got '{got}'")
+        return [line for lines in hosts for line in lines[1:].split(b"\0")]
 
     def _check_grid(self) -> None:
         """Raise RanksDisagree if the rings are no grid: ranks of a host must share a host number,
@@ -207,16 +211,6 @@ def sum_over(ring: Transport, parts: Sequence[Tensor]) -> Tensor:
     for part in found[1:]:
         total += part
     return total
-
-
-def _unpack_host(rank: int, packed: bytes) -> bytes:
-    """Return the lines of a host's ranks, which rank `rank` of the inter group packed."""
-    try:
-        return zlib.decompress(packed)
-    except zlib.error:
-        passed = f"rank {rank} of the inter group passed it as process_group"
-        line = packed.decode(errors="replace")[:200]
-        raise RanksDisagree(f"{passed}: expected packed lines, got '{line}'") from None
 
 
 def make_rings(process_group: Group | None, double_group: Sequence[Group | None]) -> Rings:

@@ -16,7 +16,8 @@ from ..errors import RankLate
 # Seconds to wait for a rank that does not make a call, over a group without a timeout of its own.
 # init_sequence_parallel takes another number.
 DEFAULT_TIMEOUT: Final = 120.0
-MESSAGE_BYTES: Final = 4096  # the longest message
+# The longest message of a rank. Ranks send before they receive, so hosts must have buffers for it.
+MESSAGE_BYTES: Final = 4096
 
 
 class Messenger(ABC):
@@ -41,18 +42,16 @@ class Messenger(ABC):
     def gather(self, message: bytes) -> list[bytes]:
         """Return the messages of all ranks, in rank order. The host waits for them.
 
-        Raises ValueError for more than MESSAGE_BYTES bytes. Raises RankFailed, RankGone or RankLate
-        if a rank does not send its message: then the group is unusable, and later calls raise.
+        Raises RankFailed, RankGone or RankLate if a rank does not send its message: then the group
+        is unusable, and later calls raise.
         """
-        if len(message) > MESSAGE_BYTES:
-            raise ValueError(f"expected at most {MESSAGE_BYTES} bytes to send, got {len(message)}")
         if self.unusable:
             raise type(self.unusable)(f"{self.unusable}; its group is unusable")
         return self._gather(message)
 
     @abstractmethod
     def _gather(self, message: bytes) -> list[bytes]:
-        """Gather messages that are short enough, in a group that is usable."""
+        """Gather messages in a group that is usable."""
 
     def fail(self, reason: str, place: int) -> RuntimeError | None:
         """Report that this rank failed in the middle of a call. Return the error of another rank

@@ -1,7 +1,7 @@
 """Messages between processes, on one host or on several, over a socket between each two of them.
 
-A message is a head and up to MESSAGE_BYTES bytes. It takes some 10 us within a host. The system
-closes the sockets of a process that ends, however it ends, and its peers notice at once.
+A message is a head and some bytes. It takes some 10 us within a host. The system closes the sockets
+of a process that ends, however it ends, and its peers notice at once.
 """
 
 from __future__ import annotations
