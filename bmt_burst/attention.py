@@ -50,26 +50,17 @@ _VARLEN = "burst_attn_varlen_func takes packed documents, with cu_seqlens and cu
 _BIAS = "a bias is a table, for the rows that scores name: see the docstring of burst_attn_func"
 # arguments of other packages' functions, and what to write here
 _INSTEAD = {
+    **dict.fromkeys(("attn_mask", "attention_mask", "mask", "window"), _MASK),
+    **dict.fromkeys(("cu_seqlens", "cu_seqlens_k", "cu_seqlens_q"), _VARLEN),
+    **dict.fromkeys(("max_seqlen", "max_seqlen_k", "max_seqlen_q"), _VARLEN),
+    **dict.fromkeys(("attn_bias", "bias", "scores"), _BIAS),
     "alibi_slopes": ALIBI,
-    "attn_bias": _BIAS,
-    "attn_mask": _MASK,
-    "attention_mask": _MASK,
-    "bias": _BIAS,
-    "cu_seqlens": _VARLEN,
-    "cu_seqlens_k": _VARLEN,
-    "cu_seqlens_q": _VARLEN,
     "dropout_p": "attention over ranks has no dropout, so leave it out",
     "enable_gqa": "k and v may have fewer heads without it",
     "group": "write process_group",
     "is_causal": "write causal",
-    "mask": _MASK,
-    "max_seqlen": _VARLEN,
-    "max_seqlen_k": _VARLEN,
-    "max_seqlen_q": _VARLEN,
     "return_attn_probs": "write return_lse",
     "scale": "write softmax_scale",
-    "scores": _BIAS,
-    "window": _MASK,
     "window_size": "flash-attn's (left, 0) is window=left + 1, of a Mask or burst_attn_varlen_func",
 }
 

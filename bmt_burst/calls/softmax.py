@@ -357,11 +357,7 @@ def _check_call(
     kernel = pick(kind.flash, q, k, spec)
     batch, _, heads, head_size = q.shape
     of_rows = extension.of_rows(batch) if extension else ()
-    brought = [row.mask for row in of_rows if row.mask is not None]
-    rows = sequence.find_rows(
-        batch, rings.size, brought, extension.brings if extension else "", len(set(of_rows)) <= 1
-    )
-    rows = rows._replace(window=kind.window)
+    rows = sequence.find_rows(batch, rings.size, of_rows)._replace(window=kind.window)
     of_extension: dict[str, Any] = {}
     if extension is not None:
         extension = extension.join(of_rows) if rows.stacked else of_rows[0]

@@ -275,30 +275,24 @@ class WholeSequence:
         kv_layout = _join_equal(keys) if any(of_keys) else None
         return WholeSequence(_join_equal(masks), _join_equal(of_queries), kv_layout).on(sp)
 
-    def find_rows(
-        self,
-        batch: int,
-        size: int,
-        brought: Sequence[Mask] = (),
-        brings: str = "",
-        are_equal: bool = True,
-    ) -> Rows:
+    def find_rows(self, batch: int, size: int, extensions: Sequence[Any] = ()) -> Rows:
         """Return the masks and layouts of a batch on `size` ranks, as those of one sequence.
 
-        brought    a mask for each row that the argument `brings` has
-        are_equal  whether rows are equal in all else
+        extensions  the extension of each row, which may bring a mask
 
         Raises TypeError or ValueError for a mask, a layout or rows that do not fit together.
         """
         masks, layouts, kv_layouts = self._expand(batch)
+        brought = tuple(row.mask for row in extensions if row.mask is not None)
         if brought and (self.causal or masks):
-            raise ValueError(f"expected {brings} alone, got mask or causal too: they have a mask")
+            what = f"expected {extensions[0].brings} alone"
+            raise ValueError(f"{what}, got mask or causal too: they have a mask")
         for name, given in (("layout", layouts), ("kv_layout", kv_layouts)):
             for layout in given:
                 if isinstance(layout, Layout) and layout.size != size:
                     raise ValueError(f"expected a {name} on {size} ranks, got one on {layout.size}")
-        masks = masks or tuple(brought)
-        if are_equal and all(len(set(rows)) <= 1 for rows in (masks, layouts, kv_layouts)):
+        masks = masks or brought
+        if all(len(set(rows)) <= 1 for rows in (extensions, masks, layouts, kv_layouts)):
             mask, kv_layout = masks[0] if masks else None, kv_layouts[0] if kv_layouts else None
             return Rows(mask, self.causal, layouts[0], kv_layout, packed=self.packed)
         masks = masks or masks_of_layouts(layouts, kv_layouts, self.causal)
