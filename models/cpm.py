@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from bmt_burst.base.arguments import as_int
 from bmt_burst.base.autocast import autocast_dtype
-from bmt_burst.calls.refusal import refuse_call
+from bmt_burst.calls.refusal import CALL
 from bmt_burst.fused.functions import RMSNorm
 from bmt_burst.loss import (
     linear_cross_entropy_by_row,
@@ -37,6 +37,7 @@ from bmt_burst.nn import (
     rotations,
     swiglu,
 )
+from bmt_burst.ranks.agreement import refuse
 from bmt_burst.ranks.sequence_parallel import SequenceParallel
 
 from .blocks import Layers, Runner, Saving
@@ -230,7 +231,7 @@ class CPM(SequenceParallelModule):
             _check_wanted([name for name, is_wanted in wanted.items() if is_wanted], labels)
             _check_last(last, tokens.shape[1], labels)
         except (TypeError, ValueError) as error:
-            refuse_call(error, self.sp.process_group, self.sp.double_group)
+            refuse(self.sp.rings, CALL, error)
         x = self.embed_tokens(tokens) * self.config.scale_emb
         cos, sin = self._rope_tables(positions, part)
         x = self.saving.run_all(self.layers, x, cos, sin, part, keep=(cos, sin))

@@ -16,8 +16,9 @@ from model_center.layer import Attention
 from torch import Tensor, nn
 
 from ...attention import burst_attn_func
-from ...calls.refusal import bind_arguments, refuse_call
+from ...calls.refusal import CALL, bind_arguments
 from ...nn import apply_rope, rope_tables
+from ...ranks.agreement import refuse
 from ...ranks.sequence_parallel import SequenceParallel
 from ...sequence.rows import Layouts, Masks
 from ..batch import Batch, LocalPart, agree_on_batch
@@ -60,7 +61,7 @@ class RingAttention(Attention):
                 "attention over ranks cannot drop probabilities, and dropout_p is "
                 f"{self.attention_dropout.p}: build the model with dropout_p=0, or call its eval()"
             )
-            refuse_call(error, self._sp.process_group, self._sp.double_group)
+            refuse(self._sp.rings, CALL, error)
         projected = self.project_q(query), self.project_k(key_value), self.project_v(key_value)
         q, k, v = (x.unflatten(-1, (-1, self.dim_head)) for x in projected)
         if self.pos_bias_type == "rotary":

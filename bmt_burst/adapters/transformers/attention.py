@@ -10,9 +10,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from ...base.compiled import not_compiled
 from ...base.dtypes import accumulator_dtype
-from ...calls.refusal import refuse_call
+from ...calls.refusal import CALL
 from ...calls.softmax import SoftmaxAttention
 from ...extensions import read_extension
+from ...ranks.agreement import refuse
 from ...strategies.extension import Extension
 from .configs import ATTENTION
 from .inputs import ForwardInputs
@@ -64,8 +65,7 @@ def attention(
             **bmt_burst.options,
         )
     except (TypeError, ValueError) as error:
-        sp = sequence.sp
-        refuse_call(error, sp.process_group, sp.double_group)
+        refuse(sequence.sp.rings, CALL, error)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     sinks = None if s_aux is None else s_aux.to(accumulator_dtype(q.dtype))
     # Layers are checkpointed in training only.

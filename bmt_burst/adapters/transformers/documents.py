@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...base.arguments import as_int, check_tensor
+from ...base.arguments import check_tensor
 from ...sequence.layout import IGNORE_INDEX
 from ...sequence.mask import Mask, Slice, plain_mask, read_bounds
 from ...sequence.span import Span, length
@@ -105,12 +105,12 @@ def _find_borders(
         if (bounds := arguments.get(name)) is not None:
             spans = _read_bounds(name, bounds, size, seq_len)
             most, given = max(map(length, spans)), arguments.get(longest)
-            if given is not None and as_int(longest, int(given)) < most:
+            if given is not None and int(given) < most:
                 raise ValueError(
                     f"{longest} is {int(given)}, but {name} has a document of {most} tokens"
                 )
             starts = [start - 1 for start, _ in spans[1:]]
-            found[name] = torch.zeros(1, seq_len - 1, dtype=torch.bool, device=bounds.device)
+            found[name] = torch.zeros(1, seq_len - 1, dtype=torch.bool)
             found[name][0, starts] = True
         elif arguments.get(longest) is not None:
             raise ValueError(f"{longest} needs {name}, which names the documents")
