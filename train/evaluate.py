@@ -203,7 +203,10 @@ class Evaluation:
         self.trained: Trained = ranks.together(
             lambda: open_trained(request.settings, path, request.tokenizer, device)
         )
-        self.config, model = self._configure(), self.trained.model
+        config, model = self.trained.config, self.trained.model
+        # a micro-batch for each data parallel group
+        size, groups = config.micro_batch_size or 1, max(1, ranks.world_size() // config.sp_size)
+        self.config = dataclasses.replace(config, micro_batch_size=size, batch_size=size * groups)
         self.output = ranks.together(self._choose_output)
         sp = ranks.together(lambda: make_groups(self.config))
         self.grid = ranks.together(self._choose_grid)
@@ -246,12 +249,6 @@ class Evaluation:
         self.output.parent.mkdir(parents=True, exist_ok=True)
         with write_aside(self.output) as folder:
             write_report(folder, about, results)
-
-    def _configure(self) -> TrainConfig:
-        """Return the settings with a batch size: a micro-batch for each data parallel group."""
-        config = self.trained.config
-        size, groups = config.micro_batch_size or 1, max(1, ranks.world_size() // config.sp_size)
-        return dataclasses.replace(config, micro_batch_size=size, batch_size=size * groups)
 
     def _of_length(self, length: int) -> TrainConfig:
         return dataclasses.replace(self.config, seq_len=length)

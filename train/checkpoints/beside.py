@@ -54,7 +54,7 @@ def read_beside(
     """
     if kind is not KINDS[0]:
         return {"folder": str(folder)}
-    values = {name: read_json(folder / name) for name in _JSON if (folder / name).is_file()}
+    values = read_values(folder)
     texts = {
         path.relative_to(folder).as_posix(): path.read_text(errors="surrogateescape")
         for path in _find_texts(folder)
@@ -92,6 +92,11 @@ def read_beside(
         "values": values,
         "texts": texts,
     }
+
+
+def read_values(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return the content of a folder's JSON files, by name. Raises ValueError and OSError."""
+    return {name: read_json(folder / name) for name in _JSON if (folder / name).is_file()}
 
 
 def token_name(token: Any) -> Any:

@@ -89,24 +89,26 @@ class LiveBatches(Dealer[LiveMicroBatch]):
     def _make(
         self, data: Source | None, rows: Sequence[Row], sources: tuple[int, ...] | None = None
     ) -> LiveMicroBatch:
-        layouts = [self._layout(row) for row in rows]
+        layouts = [self.sp.layout_of(row.scores.seq_len) for row in rows]
+        if self.config.layout == "auto" and self.sp.size > 1:
+            layouts = [Layout.balanced(row.scores.mask, self.sp.size) for row in rows]
         inputs, labels = self._inputs(rows, layouts)
-        counts = zip(*map(self._count_work, rows, layouts), strict=True)
+        seen = [keys_seen(row.scores.mask) * self._model.num_attentions for row in rows]
+        counts = zip(*map(self._count_pairs, seen, layouts), strict=True)
+        scores = tuple(row.scores for row in rows)
+        # attention reads the plan of the rows' scores, as one sequence
+        whole = scores[0] if len(set(scores)) == 1 else stack_scores(scores)
+        assert whole.terms is not None and whole.digest
         return LiveMicroBatch(
             inputs=inputs,
             labels=self._shard(labels, layouts),
-            scores=_plan_scores(tuple(row.scores for row in rows)),
+            scores=scores,
             layouts=tuple(layouts),
             instances=sum(row.instances for row in rows),
             targets=sum(int((row != IGNORE_INDEX).sum()) for row in labels),
             work=tuple(map(sum, counts)),
             sources=sources,
         )
-
-    def _layout(self, row: Row) -> Layout:
-        if self.config.layout == "auto" and self.sp.size > 1:
-            return Layout.balanced(row.scores.mask, self.sp.size)
-        return self.sp.layout_of(row.scores.seq_len)
 
     @abstractmethod
     def _inputs(
@@ -118,9 +120,6 @@ class LiveBatches(Dealer[LiveMicroBatch]):
         self, rows: Sequence[Row], layouts: Sequence[Layout], *names: str
     ) -> list[Tensor]:
         return [self._shard([row.fields[name].long() for row in rows], layouts) for name in names]
-
-    def _count_work(self, row: Row, layout: Layout) -> tuple[int, ...]:
-        return self._count_pairs(keys_seen(row.scores.mask) * self._model.num_attentions, layout)
 
 
 class BeeBatches(LiveBatches):
@@ -178,10 +177,3 @@ def _blank_row(row: Row) -> Row:
         fields={name: x * 0 if name == "input_sub" else x for name, x in row.fields.items()},
         instances=0,
     )
-
-
-def _plan_scores(rows: tuple[Scores, ...]) -> tuple[Scores, ...]:
-    """Compute the plan of the rows' scores, as one sequence, which attention reads later."""
-    whole = rows[0] if len(set(rows)) == 1 else stack_scores(rows)
-    assert whole.terms is not None and whole.digest
-    return rows

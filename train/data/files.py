@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from train.data.compressed import decompressed, read_ahead
 from train.data.forms import ARRAY, AUTO, LINES, OBJECT, PEEKED, PLAIN, recognize
-from train.data.remote import open_remote
+from train.data.remote import is_remote, open_remote
 
 TEXT = ".txt"  # this and the next ones may also be compressed
 RECORDS = (".jsonl", ".ndjson", ".jsonlines")  # a record a line
@@ -44,10 +44,10 @@ class TextFile:
         return TextFile(path, path.name if path == source else path.relative_to(source).as_posix())
 
     @staticmethod
-    def remote(url: str) -> TextFile:
-        """Return the file at an address."""
-        path = Path(urlsplit(url).path)
-        return TextFile(path, path.name, url)
+    def at(name: str) -> TextFile:
+        """Return the file at an address or a path."""
+        path = Path(urlsplit(name).path if is_remote(name) else name)
+        return TextFile(path, path.name, name if is_remote(name) else None)
 
     def in_form(self, asked: str) -> TextFile:
         """Return the file in the form that --format names, unless it is AUTO or this is no text."""
@@ -61,10 +61,6 @@ class TextFile:
     @property
     def kind(self) -> str:
         return kind_of(self.path)
-
-    @property
-    def compression(self) -> str | None:
-        return compression(self.path)
 
     @property
     def has_records(self) -> bool:
@@ -135,7 +131,7 @@ def find_form(file: TextFile, raw: io.BufferedReader) -> TextFile:
     """Return a file of text in the form of its content, `raw`. Raises NotInLines or ValueError."""
     if file.form:
         return file
-    start, end = read_ahead(decompressed(raw, file.compression), PEEKED)
+    start, end = read_ahead(decompressed(raw, compression(file.path)), PEEKED)
     raw.seek(0)
     form = recognize(start, whole=end is not None, by_line=file.kind in RECORDS)
     named_json = file.kind in (*RECORDS, JSON)

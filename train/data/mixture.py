@@ -101,9 +101,8 @@ class Mixture(Source):
         """Raises ValueError if it is known in one source, but not in another."""
         known = {name: source.finds_documents for name, source in self.sources.items()}
         if len(set(known.values())) > 1:
-            with_starts, without = (
-                next(name for name in known if known[name] is is_known)
-                for is_known in (True, False)
+            [with_starts, *_], [without, *_] = (
+                [name for name in known if known[name] is is_known] for is_known in (True, False)
             )
             raise ValueError(
                 f"it is known where documents start in source {with_starts}, but not in source "
@@ -183,13 +182,12 @@ def flatten_identities(*identities: dict[str, Any]) -> tuple[dict[str, Any], ...
             {"sources": its or "a single folder", **{k: x[k] for k in _OF_ALL if k in x}}
             for its, x in zip(names, identities, strict=True)
         )
-    return tuple(map(_flatten, identities))
-
-
-def _flatten(identity: dict[str, Any]) -> dict[str, Any]:
-    of_all = dict(identity)
-    sources = of_all.pop("sources", {})
-    return {f"{k} of {name}": x for name, own in sources.items() for k, x in own.items()} | of_all
+    flat = []
+    for identity in identities:
+        of_all = dict(identity)
+        sources = of_all.pop("sources", {}).items()
+        flat.append({f"{k} of {name}": x for name, own in sources for k, x in own.items()} | of_all)
+    return tuple(flat)
 
 
 def parts(data: Source) -> dict[str, Source]:

@@ -51,7 +51,7 @@ class StreamFiles:
             stream = {"format": AUTO, **json.loads(path.read_text())["stream"]}
             settings = {name: stream[name] for name in _SETTINGS}
             files = tuple(
-                (_open_file(name).in_form(stream["format"]), int(size))
+                (TextFile.at(name).in_form(stream["format"]), int(size))
                 for name, size in stream["files"]
             )
         except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -85,11 +85,6 @@ def is_stream(folder: str) -> bool:
         return False  # opening it as another kind of folder reports the error
 
 
-def _open_file(name: str) -> TextFile:
-    path = Path(name)
-    return TextFile.remote(name) if is_remote(name) else TextFile(path, path.name)
-
-
 def find_streamed(
     inputs: Sequence[str], pattern: str | None, exclude: list[str], asked: str = AUTO
 ) -> tuple[list[tuple[TextFile, int]], list[TextFile], Unread]:
@@ -104,7 +99,7 @@ def find_streamed(
     for url in filter(is_remote, inputs):
         before = len(files)
         for name, size in list_remote(url):
-            file = TextFile.remote(name).in_form(asked)
+            file = TextFile.at(name).in_form(asked)
             if has_wildcards(url) and is_metadata(file.path):
                 unread.add(METADATA, name)
             else:

@@ -11,7 +11,17 @@ from typing import Any, Protocol
 import numpy as np
 
 from train.data.compressed import BrokenFile, decompressed
-from train.data.files import ARROW, MEGATRON, PARQUET, Piece, TextFile, Texts, find_form, named
+from train.data.files import (
+    ARROW,
+    MEGATRON,
+    PARQUET,
+    Piece,
+    TextFile,
+    Texts,
+    compression,
+    find_form,
+    named,
+)
 from train.data.forms import ARRAY, PLAIN, split_array
 from train.data.megatron import IndexedTokens
 from train.data.records import (
@@ -223,12 +233,12 @@ def read_pieces(file: TextFile, field: str = "") -> Iterator[Piece]:
         if file.kind == MEGATRON:
             yield from IndexedTokens(file).pieces()
         elif file.kind in (PARQUET, ARROW):
-            place = [0]
-            rows = _rows(read_texts(raw, file.kind, field), place)
-            yield from _cut(file, rows, lambda: place[0])
+            place = [0]  # in the file, where the rows so far end
+            found = read_texts(raw, file.kind, field)
+            yield from _cut(file, (x for rows, place[0] in found for x in rows), lambda: place[0])
         else:
             file = find_form(file, raw)
-            text = decompressed(raw, file.compression)
+            text = decompressed(raw, compression(file.path))
             records = split_array(text) if file.form == ARRAY else iter(text.readline, b"")
             yield from _cut(file, _without_mark(records), raw.tell)
 
@@ -250,12 +260,6 @@ def _cut(file: TextFile, lines: Iterator[bytes | None], tell: Callable[[], int])
         place = tell()
         yield Piece(file, first_line, taken, place - before, damage)
         first_line, before = first_line + len(taken), place
-
-
-def _rows(texts: Iterator[tuple[Texts, int]], place: list[int]) -> Iterator[bytes | None]:
-    """Yield the rows of a table. `place` gets the place in the file at which they end."""
-    for rows, place[0] in texts:
-        yield from rows
 
 
 def _without_mark(lines: Iterator[bytes]) -> Iterator[bytes]:

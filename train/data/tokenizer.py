@@ -74,7 +74,11 @@ class JsonTokenizer(Tokenizer):
         added = self._backend.get_added_tokens_decoder().items()
         self._special = {token.content: i for i, token in added if token.special}
         self.eos = eos or self._choose_end(older)
-        self.eos_id = self._find(self.eos)
+        if (found := self.id_of(self.eos)) is None:
+            raise ValueError(
+                f"it has no end-of-text token {self.eos!r}; name another one with --eos"
+            )
+        self.eos_id = found
         special = set(self._special.values())
         self.ordinary_end = older and self.eos_id not in special
         self.bos_id = self._begin_id(special)
@@ -105,11 +109,6 @@ class JsonTokenizer(Tokenizer):
             usual = (name for name in USUAL if self.id_of(name) is not None)
             return next(usual, USUAL[0])
         return choose_end(self._special, self.id_of, named_ends(self.file.parent, self.name_of))
-
-    def _find(self, eos: str) -> int:
-        if (found := self.id_of(eos)) is None:
-            raise ValueError(f"it has no end-of-text token {eos!r}; name another one with --eos")
-        return found
 
     def id_of(self, token: str) -> int | None:
         return self._backend.token_to_id(token)
@@ -220,6 +219,7 @@ _BY_SUFFIX: dict[str, _Open] = {".json": JsonTokenizer, ".model": SentencePieceT
 # tokenizers that are named as PREFIX:FILE, as parts of their kinds of models
 _BY_PREFIX = {prefix: part for kind in KINDS for prefix, part in kind.tokenizers.items()}
 _BY_CLASS = {part.partition(":")[2]: part for part in _BY_PREFIX.values()}
+_OWN = {kind.__name__: kind for kind in (ByteTokenizer, JsonTokenizer, SentencePieceTokenizer)}
 
 
 def open_tokenizer(name: str, eos: str | None = None) -> Tokenizer:
@@ -278,17 +278,12 @@ def saved_spec(folder: Path) -> dict[str, Any] | None:
         spec = {"eos": None, "identity": None, **json.loads(file.read_text())}
         if not isinstance(identity := spec["identity"], str | None):
             raise ValueError(f"expected text as its identity, got {identity!r}")
-        return spec | {"kind": _class_named(spec["kind"]), "file": spec["file"]}
+        name = spec["kind"]
+        return spec | {"kind": _OWN.get(name) or load(_BY_CLASS[name]), "file": spec["file"]}
     except (ValueError, KeyError, TypeError, RecursionError, OSError) as error:
         raise ValueError(
             f"{file} does not name a tokenizer: {type(error).__name__}: {error}"
         ) from error
-
-
-def _class_named(name: str) -> _Open:
-    """Return the class of a tokenizer. Raises KeyError if there is no such class."""
-    own = {kind.__name__: kind for kind in (ByteTokenizer, JsonTokenizer, SentencePieceTokenizer)}
-    return own[name] if name in own else load(_BY_CLASS[name])
 
 
 def _read(kind: _Open, path: Path, eos: str | None = None) -> Tokenizer:

@@ -109,8 +109,8 @@ def make_saver(
     config: TrainConfig, engine: Engine, tokenizer: Tokenizer, watchdog: Watchdog
 ) -> Saver:
     """Return the saver of a run. It keeps the watchdog's last words up to date."""
-    background = None
-    if config.saves_while_training:
+    background, is_due = None, 0 < config.save_every < config.last_step
+    if config.save and config.save_in_background and is_due:
         background = make_background(engine.state(), engine.device)
 
     def tell(words: str) -> None:

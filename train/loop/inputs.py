@@ -53,7 +53,12 @@ def open_inputs(config: TrainConfig, device: torch.device) -> Inputs:
     the model is not that of the checkpoint to resume from, or if --output has others.
     """
     resume.check_output(config)
-    model = _grow(config, config.model_config())
+    model = config.model_config()
+    if config.grow_vocabulary:
+        data = config.data
+        first = data if isinstance(data, str) else next(iter(parse_shares(data).values()))[0]
+        size = max(model.vocab_size, load_tokenizer(Path(first)).vocab_size)
+        model = dataclasses.replace(model, vocab_size=size)
     if resumed := config.resumed():
         new_stage = resume.begins_stage(config)
         resume.check_model(*resumed, model, new_stage, config.given_model)
@@ -120,16 +125,6 @@ def _open_training(config: TrainConfig, kind: Kind, model: ModelConfig) -> Sourc
                 "give it once, with the sum of both weights"
             )
     return Mixture(sources, {name: weight for name, (_, weight) in shares.items()})
-
-
-def _grow(config: TrainConfig, model: ModelConfig) -> ModelConfig:
-    """Return the model, with --grow-vocabulary with all tokens of the data's tokenizer."""
-    if not config.grow_vocabulary:
-        return model
-    data = config.data
-    first = data if isinstance(data, str) else next(iter(parse_shares(data).values()))[0]
-    size = max(model.vocab_size, load_tokenizer(Path(first)).vocab_size)
-    return dataclasses.replace(model, vocab_size=size)
 
 
 def open_source(config: TrainConfig, kind: Kind, model: ModelConfig, folder: str) -> Source:

@@ -6,7 +6,6 @@ A new stage takes weights and optimizer only, like MiniCPM's longer contexts (ar
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from pathlib import Path
@@ -167,12 +166,6 @@ def longest_row(state: dict) -> int:
     return state.get("longest_row", state["config"]["seq_len"])
 
 
-def keep_length(model: ModelConfig, state: dict) -> ModelConfig:
-    """Return the model with the length for which a checkpoint's weights were made."""
-    made_for = state["model"].get("max_position_embeddings")
-    return dataclasses.replace(model, max_position_embeddings=made_for) if made_for else model
-
-
 def check_model(
     path: Path, state: Any, model: ModelConfig, new_stage: bool, given: str | None = None
 ) -> None:
@@ -232,15 +225,10 @@ def _list_changes(differences: dict[str, tuple], tokenizer: Tokenizer | None = N
     for name, values in differences.items():
         if name == "bos" and tokenizer:
             values = tuple(_token_name(token, tokenizer) for token in values)
-        changed.append(_show_change(flag(name) if name in FACTS else name, *values))
+        elif name in ("data", "val_data"):
+            values = tuple(map(show_sources, values))
+        changed.append(f"{flag(name) if name in FACTS else name} {values[0]} -> {values[1]}")
     return ", ".join(changed)
-
-
-def _show_change(name: str, before: Any, after: Any) -> str:
-    """Return the name of what changed, and both values."""
-    if name in ("--data", "--val-data"):
-        before, after = show_sources(before), show_sources(after)
-    return f"{name} {before} -> {after}"
 
 
 def _token_name(token: int | None, tokenizer: Tokenizer) -> str:
@@ -275,8 +263,8 @@ def changed_settings(state: dict, config: TrainConfig) -> str:
     """Return the settings that differ between a state and `config` and affect the result."""
     now = json.loads(json.dumps(config.to_dict()))  # as a state is stored
     changed = _differences(state["config"], now)
-    kept = [name for name in changed if name in now and _affects_result(name)]
-    return ", ".join(_show_change(flag(name), *changed[name]) for name in kept)
+    kept = {k: values for k, values in changed.items() if k in now and _affects_result(k)}
+    return _list_changes(kept)
 
 
 def _affects_result(name: str) -> bool:

@@ -65,7 +65,9 @@ def _load(config: TrainConfig, inputs: Inputs, engine: Engine, path: Path) -> St
     so_far = {} if new_stage else saved.state
     names = [field.name for field in dataclasses.fields(Progress)]
     progress = Progress(**{name: so_far.get(name, 0) for name in names})
-    model = resume.keep_length(inputs.model, saved.state)
+    model = inputs.model
+    if made_for := saved.state["model"].get("max_position_embeddings"):
+        model = dataclasses.replace(model, max_position_embeddings=made_for)
     skips = resume.choose_skips(config, so_far, progress)
     identity = describe_identity(config, inputs, model)
     resume.print_changes(saved.state, identity, config, progress.step + 1, inputs.tokenizer)

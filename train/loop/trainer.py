@@ -31,6 +31,7 @@ from train.registry import load
 from train.run.output_folder import check_shared
 from train.run.watchdog import Watchdog
 from train.settings.config import TrainConfig
+from train.settings.facts import parse_steps
 
 
 class Trainer:
@@ -56,7 +57,7 @@ class Trainer:
         opened = ranks.together(lambda: open_inputs(config, device))
         check_same_data(opened)
         self.lock = ranks.together(lambda: lock(self.root) if self.rank == 0 else None)
-        if config.needs_shared_output:
+        if config.save or config.resume != "never":
             check_shared(self.root)
         ranks.together(lambda: watchdog.write_to(self.root / "stacks"))
         self.sp = ranks.together(lambda: make_groups(config, opened.training))
@@ -87,9 +88,8 @@ class Trainer:
         saver = make_saver(config, self.engine, self.inputs.tokenizer, watchdog)
         self.saves = Saves(saver, self.progress.step, self.limit, watchdog, self.metrics)
         self.stopping = Stopping(stop, self.limit, config.save, saver, self.engine, self.metrics)
-        self.profiler = Profiler(
-            config.profiled_steps, self.root / "profile", device, self.metrics.say
-        )
+        profiled = parse_steps(config.profile, config.steps) if config.profile else range(0)
+        self.profiler = Profiler(profiled, self.root / "profile", device, self.metrics.say)
 
     def _open_metrics(self) -> Metrics | NoMetrics:
         if self.rank:
@@ -122,7 +122,9 @@ class Trainer:
         if self.skips.ranges:
             self.metrics.say(f"these sequences of the data are skipped: {self.skips}")
         if progress.step >= config.last_step:
-            self.metrics.say(self._describe_end())
+            ends = f", and --stop-after is {config.stop_after}" if not self._is_last() else ""
+            done = f"step {progress.step} of {config.steps} is done{ends}"
+            self.metrics.say(f"there is nothing to do: {done}")
         stopping = self.stopping.decide()
         if self.evaluations.is_missing(progress.step, self.metrics) and not stopping:
             stopping = not self.evaluations.run(progress.step, self.metrics)
@@ -147,14 +149,6 @@ class Trainer:
 
     def _is_last(self) -> bool:
         return self.progress.step >= self.config.steps
-
-    def _describe_end(self) -> str:
-        """Return why no step is left."""
-        step, config = self.progress.step, self.config
-        text = f"there is nothing to do: step {step} of {config.steps} is done"
-        if step < config.steps:
-            text += f", and --stop-after is {config.stop_after}"
-        return text
 
     def _save(self) -> None:
         """Save this step, unless it is saved already or the run saves nothing."""

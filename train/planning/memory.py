@@ -25,7 +25,7 @@ from .attention import (
 )
 from .ledger import Work
 from .lightning import LightningShape, lightning_memory
-from .sharding import Sharding, find_sharding
+from .sharding import Sharding, bmtrain_sharding, torch_sharding
 from .units import Shape, Unit, find_unit
 
 PARTS = (
@@ -144,13 +144,11 @@ def plan_step(
     chunk = config.tokens_of_chunk
     chunks = 1 if chunk is None else count_chunks(config.seq_len, chunk)
     dtype = DTYPES[config.dtype]
-    sharding = find_sharding(
-        engine,
-        dtype.itemsize,
-        config.offload_optimizer,
-        accumulates=micro_batches * chunks > 1,  # an engine adds up chunks like micro-batches
-        keeps_weights=keeps_weights,
-    )
+    accumulates = micro_batches * chunks > 1  # an engine adds up chunks like micro-batches
+    if engine == "bmtrain":
+        sharding = bmtrain_sharding(dtype.itemsize, config.offload_optimizer, accumulates)
+    else:
+        sharding = torch_sharding(dtype.itemsize, accumulates, keeps_weights)
     layers = _find_layers(config, model, micro_batch_size)
     kept, states = _count_kept(layers), _count_states(layers, chunks)
     memory = _find_memory(config, model, gpus, sharding, layers, kept, states)
@@ -292,39 +290,26 @@ def _in_fp8(unit: Unit, shape: Shape, tokens: int) -> Unit:
     )
 
 
-def _count_outside(model: CPMConfig) -> int:
-    """Count the parameters outside the blocks."""
-    tables = 1 if model.tie_embeddings else 2
-    return tables * model.vocab_size * model.hidden_size + model.hidden_size
-
-
 def mixer_shape(config: TrainConfig, model: CPMConfig, batch: int, layer: int) -> AnyShape:
     """Return the attention of a layer."""
-    if model.mixer_of_layers[layer] != LIGHTNING:
-        return attention_shape(config, model, batch, model.windows[layer])
     dtype, chunk = DTYPES[config.dtype], config.tokens_of_chunk
-    tokens = config.seq_len if chunk is None else chunk_tokens(config.seq_len, chunk)
-    sizes = tokens, model.num_heads, model.head_dim
-    return LightningShape(batch, *sizes, dtype, config.sp_size, chunked=chunk is not None)
-
-
-def attention_shape(
-    config: TrainConfig, model: CPMConfig, batch: int, window: int | None
-) -> AttentionShape:
-    """Return the attention of a layer with this window."""
+    if model.mixer_of_layers[layer] == LIGHTNING:
+        tokens = config.seq_len if chunk is None else chunk_tokens(config.seq_len, chunk)
+        sizes = tokens, model.num_heads, model.head_dim
+        return LightningShape(batch, *sizes, dtype, config.sp_size, chunked=chunk is not None)
     return AttentionShape(
         batch=batch,
         tokens=config.seq_len,
         heads=model.num_heads,
         kv_heads=model.num_kv_heads,
         head_size=model.head_dim,
-        dtype=DTYPES[config.dtype],
+        dtype=dtype,
         ranks=config.sp_size,
         inner=config.ulysses_size or config.inner_size or config.sp_size,
         strategy=config.attention["strategy"],
-        window=window,
+        window=model.windows[layer],
         sparse=model.infllm,
-        chunk=config.tokens_of_chunk,
+        chunk=chunk,
     )
 
 
@@ -339,7 +324,8 @@ def _find_memory(
 ) -> StepMemory:
     """Return the moment that needs most."""
     shard = -(-model.num_parameters // gpus)
-    outside, head = _count_outside(model), model.vocab_size * model.hidden_size
+    head = model.vocab_size * model.hidden_size
+    outside = (1 if model.tie_embeddings else 2) * head + model.hidden_size  # of the blocks
     tables = 2 * _FP32 * (model.head_dim // 2) * _unit_tokens(config)
     constant = {
         "weights": sharding.weights * shard,

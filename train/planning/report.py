@@ -58,7 +58,10 @@ def describe(planned: Planned, budget: Budget) -> str:
 def _describe_run(planned: Planned) -> str:
     """Return the run and its GPUs."""
     config, cluster = planned.config, planned.cluster
-    groups = cluster.gpus // config.sp_size
+    groups, chunks = cluster.gpus // config.sp_size, list[str]()
+    if (count := planned.step.chunks) > 1:
+        tokens = counted(-(-config.seq_len // count), "token")
+        chunks = [f"each in {count} chunks of up to {tokens}"]
     return "; ".join(
         (
             f"{config.model_source}: {planned.model.num_parameters:,} parameters, "
@@ -66,7 +69,7 @@ def _describe_run(planned: Planned) -> str:
             f"{counted(cluster.gpus, 'GPU')} of {cluster.gib:g} GiB",
             f"{counted(config.batch_size, 'sequence')} of {counted(config.seq_len, 'token')} a "
             f"step, each over {counted(config.sp_size, 'rank')}, {groups} data parallel",
-            *_describe_chunks(planned),
+            *chunks,
             "saving " + (" ".join(_flags_within_chunk(config)) or "everything"),
         )
     )
@@ -75,13 +78,6 @@ def _describe_run(planned: Planned) -> str:
 def _flags_within_chunk(config: TrainConfig) -> list[str]:
     """Return the options for what blocks save, without --chunk."""
     return saving_flags(dataclasses.replace(config, chunk=None))
-
-
-def _describe_chunks(planned: Planned) -> Iterator[str]:
-    """Yield the chunks of a sequence, if there are several."""
-    if planned.step.chunks > 1:
-        tokens = -(-planned.config.seq_len // planned.step.chunks)
-        yield f"each in {planned.step.chunks} chunks of up to {counted(tokens, 'token')}"
 
 
 def _describe_memory(planned: Planned) -> Iterator[str]:
@@ -133,7 +129,9 @@ def table(planned: Planned, recommended: Planned) -> str:
     combinations = [*savings(planned.config.chunk)]
     chunk = recommended.config.chunk
     if planned.config.chunk is None and chunk is None:
-        chunk = next((n for n in possible_chunks(planned)[1:2] if _is_small(planned, n)), None)
+        inputs = inputs_of_token(planned)
+        some = possible_chunks(planned)[1:2]
+        chunk = next((n for n in some if kept_of_token(planned, n) < inputs), None)
     if planned.config.chunk is None and chunk is not None:
         combinations += [x for x in savings(chunk) if x["mlp_tile"] is None]
     for options in combinations:
@@ -198,11 +196,6 @@ def _explain_chunks(planned: Planned) -> Iterator[str]:
             f"chunks (--chunk) {verdict}: they keep {kept / _KIB:,.0f} KiB a token, the inputs of "
             f"all layers are {inputs / _KIB:,.0f} KiB"
         )
-
-
-def _is_small(planned: Planned, chunk: int) -> bool:
-    """Whether chunks keep less than the inputs of all layers."""
-    return kept_of_token(planned, chunk) < inputs_of_token(planned)
 
 
 def kept_of_token(planned: Planned, chunk: int) -> float:

@@ -50,21 +50,13 @@ class Sharding:
     moved: int
 
 
-def find_sharding(
-    engine: str, itemsize: int, offloaded: bool, accumulates: bool, keeps_weights: bool
-) -> Sharding:
-    """Return the bytes of an engine. `itemsize` is that of a weight in forward and backward,
-    `offloaded` masters are on the host, `accumulates` means several micro-batches or chunks, and
-    `keeps_weights` is that of TorchEngine.
-    """
-    if engine == "bmtrain":
-        return _find_bmtrain(itemsize, offloaded, accumulates)
-    return _find_torch(itemsize, accumulates, keeps_weights)
-
-
-def _find_bmtrain(itemsize: int, offloaded: bool, accumulates: bool) -> Sharding:
+def bmtrain_sharding(itemsize: int, offloaded: bool, accumulates: bool) -> Sharding:
     """Return the bytes of train/engine/bmtrain.py. It keeps masters in addition to weights in 16
     bits. A backward gathers a block's weights and has a buffer of its gradients.
+
+    itemsize     bytes of a weight in forward and backward
+    offloaded    whether masters are on the host
+    accumulates  whether there are several micro-batches or chunks
     """
     is_master = itemsize == _FP32 and not offloaded  # weights are their own masters
     state = _MOMENTS + (0 if is_master else _FP32)
@@ -86,9 +78,9 @@ def _find_bmtrain(itemsize: int, offloaded: bool, accumulates: bool) -> Sharding
     )
 
 
-def _find_torch(itemsize: int, accumulates: bool, keeps_weights: bool) -> Sharding:
-    """Return the bytes of train/engine/torch.py, FSDP2. Weights are masters, and are rounded when
-    they are gathered.
+def torch_sharding(itemsize: int, accumulates: bool, keeps_weights: bool) -> Sharding:
+    """Return the bytes of train/engine/torch.py, FSDP2, for TorchEngine's `keeps_weights`. Weights
+    are masters, and are rounded when they are gathered.
 
     It gathers the next block into a buffer while one computes, and reduces gradients in fp32
     meanwhile. Weights outside the blocks and their gradients stay gathered.

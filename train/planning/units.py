@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -131,13 +131,17 @@ def _run(shape: Shape, tokens: int) -> Unit:
         part.open_memories(model, tokens)
     kept = [x for memory in part.memories.values() for x in (*memory.kept, *memory.sums)]
     ledger.ignore(*kept)
-    work = _find_blocks(model, tables, part) if shape.layers else _find_loss(model, ledger)
     ledger.ignore(start, *tables, *model.parameters())
     ledger.ignore(*(p.grad for p in model.parameters() if p.grad is not None))
     with ledger:
         rows = shape.batch, tokens, shape.model.hidden_size
         x = _Begin.apply(start, rows, shape.dtype)
-        end = _End.apply(work(x))
+        if shape.layers:
+            out = model.saving.run_all(model.layers, x, *tables, part, keep=tables)
+        else:
+            out = _compute_loss(model, x, ledger)
+        end = _End.apply(out)
+        del out
         forward, forward_work = ledger.most, ledger.work
         del x
         saved = ledger.now - end.nbytes
@@ -180,27 +184,11 @@ def _build(shape: Shape, offload: PlannedOffload) -> CPM:
     return model
 
 
-Run = Callable[[Tensor], Tensor]
-
-
-def _find_blocks(model: CPM, tables: tuple[Tensor, ...], part: _Part) -> Run:
-    """Return the forward of all blocks. `tables` are those of rotary positions."""
-
-    def run(x: Tensor) -> Tensor:
-        return model.saving.run_all(model.layers, x, *tables, part, keep=tables)
-
-    return run
-
-
-def _find_loss(model: CPM, ledger: Ledger) -> Run:
-    """Return the forward of the last norm and the loss."""
+def _compute_loss(model: CPM, x: Tensor, ledger: Ledger) -> Tensor:
+    """Return the loss, after the last norm."""
     head = model.embed_tokens if model.config.tie_embeddings else model.lm_head
-
-    def run(x: Tensor) -> Tensor:
-        hidden = model.norm(x) / model.config.width_scale
-        return _Loss.apply(hidden.flatten(0, -2), head.weight, ledger)
-
-    return run
+    hidden = model.norm(x) / model.config.width_scale
+    return _Loss.apply(hidden.flatten(0, -2), head.weight, ledger)
 
 
 class _Begin(torch.autograd.Function):

@@ -44,7 +44,9 @@ def init_distributed(config: TrainConfig, shared: Mapping[str, Any] | None = Non
         # lets NCCL run several communicators at once
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
         if "RANK" not in os.environ:  # two runs on one machine must not share BMTrain's port
-            os.environ["MASTER_PORT"] = str(free_port())
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                os.environ["MASTER_PORT"] = str(probe.getsockname()[1])
         import bmtrain
 
         bmtrain.init_distributed(seed=config.seed)
@@ -82,12 +84,6 @@ def choose_engine(config: TrainConfig, device: torch.device) -> str:
 def rank_timeout(config: TrainConfig) -> float:
     """Return the seconds that ranks wait for each other. The watchdog notices a hang earlier."""
     return config.timeout + 120
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def choose_device(wanted: str) -> torch.device:

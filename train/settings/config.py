@@ -83,16 +83,6 @@ class TrainConfig(RunSettings, OptimizerSettings, ParallelSettings, DataSettings
         is_one = self.chunk is None or self.chunk >= self.seq_len
         return None if is_one else self.chunk
 
-    @property
-    def saves_while_training(self) -> bool:
-        """Whether checkpoints are due between steps, and may be written in the background."""
-        return self.save and self.save_in_background and 0 < self.save_every < self.last_step
-
-    @property
-    def profiled_steps(self) -> range:
-        """The steps of --profile."""
-        return parse_steps(self.profile, self.steps) if self.profile else range(0)
-
     def model_config(self) -> ModelConfig:
         """Return the model's shape. Raises ValueError for options that do not go with the model."""
         named = self.named_model()

@@ -45,11 +45,6 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _NO_PATHS = (None, "auto", "never", *PRESETS)  # values of settings that are paths otherwise
 
 
-def _check_shares(data: str | Mapping[str, str]) -> None:
-    if not isinstance(data, str):
-        parse_shares(data)
-
-
 def _parse_eval_tasks(names: str) -> tuple[str, ...]:
     return parse_tasks(names, "--eval-tasks")
 
@@ -165,7 +160,7 @@ class DataSettings:
         "data/stdlib/train",
         "folder of training tokens, from prepare_data.py; or several, each as NAME=PATH:WEIGHT",
         scope=PATH,
-        check=_check_shares,
+        check=lambda data: isinstance(data, str) or parse_shares(data),
     )
     val_data: str | Mapping[str, str] | None = option(
         None,
@@ -450,11 +445,6 @@ class RunSettings:
     def evaluation_tasks(self) -> tuple[str, ...]:
         """The tasks of --eval-tasks."""
         return () if self.eval_tasks is None else _parse_eval_tasks(self.eval_tasks)
-
-    @property
-    def needs_shared_output(self) -> bool:
-        """Whether all ranks write to --output or read from it."""
-        return self.save or self.resume != "never"
 
 
 # by the titles of --help

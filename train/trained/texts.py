@@ -26,6 +26,7 @@ from train.checkpoints.beside import (
     added_tokens,
     check_ids,
     listed,
+    read_values,
     token_name,
 )
 from train.data.tokenizer import SentencePieceTokenizer, Tokenizer, saved_spec
@@ -47,26 +48,25 @@ def begin_token(config: TrainConfig, path: Path | None, tokenizer: Tokenizer) ->
         return resume.named_token(config.bos, tokenizer, str(path or config.init_from))
     if path is not None:
         return resume.saved_begin_token(checkpoint.Checkpoint(path).state)
-    return folder_begin_token(_folder_of(config, tokenizer), tokenizer)
-
-
-def _folder_of(config: TrainConfig, tokenizer: Tokenizer) -> Path:
-    """Return the folder of a tokenizer, or of the weights if it has no file."""
-    return folder_of(config.init_from or "") if tokenizer.file is None else tokenizer.file.parent
+    own = tokenizer.file
+    folder = folder_of(config.init_from or "") if own is None else own.parent
+    return folder_begin_token(folder, tokenizer)
 
 
 def folder_begin_token(folder: Path, tokenizer: Tokenizer) -> int | None:
     """Return the token that a folder's files put in front of a text. Raises ValueError for several,
     and OSError.
     """
-    spec, values = saved_spec(folder) or {}, _read(folder)
+    spec, values = saved_spec(folder) or {}, read_values(folder)
     if tokenizer.file is None and spec.get("kind") is not type(tokenizer):
         return tokenizer.bos_id  # the folder is not this tokenizer's
     if "begin" in spec:
         return None if spec["begin"] is None else tokenizer.id_of(spec["begin"])
     if spec and (folder / "model.json").is_file():
         return tokenizer.bos_id  # an older export for bmtrain, which has not saved it
-    named, adds = _named_begin_token(values, tokenizer), _asked(values)
+    named, adds = _named_begin_token(values, tokenizer), None
+    if isinstance(asked := values.get(TOKENIZER, {}).get("add_bos_token"), bool):
+        adds = asked
     file = folder / "tokenizer.json"
     if tokenizer.file is not None and tokenizer.file.suffix == ".json":
         file = tokenizer.file
@@ -82,17 +82,6 @@ def folder_begin_token(folder: Path, tokenizer: Tokenizer) -> int | None:
     if adds is None:
         adds = _adds_by_class(values, tokenizer)
     return named if adds else None
-
-
-def _read(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return the values of the files that are there, by name."""
-    names = ("config.json", GENERATION, TOKENIZER, SPECIAL)
-    return {name: read_json(folder / name) for name in names if (folder / name).is_file()}
-
-
-def _asked(values: Mapping[str, Any]) -> bool | None:
-    asked = values.get(TOKENIZER, {}).get("add_bos_token")
-    return asked if isinstance(asked, bool) else None
 
 
 def _adds_by_class(values: Mapping[str, Any], tokenizer: Tokenizer) -> bool:
@@ -148,7 +137,7 @@ def folder_stops(source: str, tokenizer: Tokenizer, vocabulary: int) -> frozense
     end-of-text token. Raises ValueError for ids that are not below `vocabulary`, and OSError.
     """
     folder = folder_of(source)
-    values = _read(folder)
+    values = read_values(folder)
     for name in ("config.json", GENERATION):
         check_ids(folder / name, "eos_token_id", _ends(values, name), vocabulary)
     stops = frozenset(i for i in _stops(values) if i >= 0)
@@ -165,7 +154,7 @@ def lacking_tokens(source: str, tokenizer: Tokenizer) -> tuple[str, ...]:
     Raises ValueError for broken files, and OSError.
     """
     folder = folder_of(source)
-    decoder = _read(folder).get(TOKENIZER, {}).get(ADDED, {})
+    decoder = read_values(folder).get(TOKENIZER, {}).get(ADDED, {})
     return tuple(name for name in added_tokens(folder, decoder) if tokenizer.id_of(name) is None)
 
 
