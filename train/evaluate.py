@@ -31,7 +31,6 @@ import torch.distributed as dist
 from train.base import ranks
 from train.base.command_line import ArgumentParser
 from train.base.folders import write_aside
-from train.base.wording import flag
 from train.checkpoints import checkpoint
 from train.data.batches import Batches
 from train.data.folder import Sequences
@@ -49,7 +48,7 @@ from train.run.watchdog import Watchdog
 from train.settings.config import TrainConfig, check_layers
 from train.settings.options import SourcesAction, add_options
 from train.settings.settings import shared_options
-from train.trained.model import Trained, open_trained
+from train.trained.model import Trained, check_source, open_trained
 
 _PROGRAM = "evaluate.py"
 _SHARED = {  # options of pretrain.py that have the same meaning here
@@ -58,8 +57,6 @@ _SHARED = {  # options of pretrain.py that have the same meaning here
     *("processes", "sp_size", "strategy", "inner_size", "ulysses_size", "layout"),
     *("engine", "device", "flash", "deterministic", "timeout", "mlp_tile", "chunk"),
 }
-
-_OF_WEIGHTS = {"model", "accept_field", "allow_other_tokenizer", "untie"}  # for --init-from
 
 
 def _numbers(kind: type) -> Any:
@@ -146,10 +143,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     grid = {name: given.pop(name) for name in sizes}
     grid = {name: value for name, value in grid.items() if value is not None}
     try:
-        if (own["run"] is None) == (given.get("init_from") is None):
-            raise ValueError("give a trained model: either --run or --init-from")
-        if own["run"] and (other := _OF_WEIGHTS & given.keys()):
-            raise ValueError(f"{flag(min(other))} is for --init-from, got --run")
+        check_source(own["run"], given)
         if not 0 <= grid.get("seed", 0) < 2**63:
             raise ValueError(f"--seed must be at least 0 and below 2^63, got {grid['seed']}")
         folders = None if data is None else evaluated_folders(data)

@@ -38,7 +38,6 @@ from models.cpm import CPM
 from models.cpm_live.layers import LiveModel
 from train.base import ranks
 from train.base.command_line import ArgumentParser
-from train.base.wording import flag
 from train.checkpoints import checkpoint
 from train.data.records import read_text
 from train.data.tokenizer import Tokenizer
@@ -54,7 +53,7 @@ from train.settings.config import TrainConfig
 from train.settings.kinds import ModelConfig, config_of, kind_of
 from train.settings.options import add_options
 from train.settings.settings import DTYPES, shared_options
-from train.trained.model import checkpoint_tokenizer, open_trained
+from train.trained.model import check_source, checkpoint_tokenizer, open_trained
 from train.trained.texts import begin_token, folder_stops, lacking_tokens, run_stops
 
 _PROGRAM = "generate.py"
@@ -185,10 +184,7 @@ class _Request:
         _check_tokens(args.tokens)
         sampler(torch.device("cpu"), **sampling)
         settings = {name: vars(args)[name] for name in _SHARED if name in args}
-        if (args.run is None) == ("init_from" not in settings):
-            raise ValueError("give a trained model: either --run or --init-from")
-        if args.run and (other := {"model", "accept_field", "untie"} & settings.keys()):
-            raise ValueError(f"{flag(min(other))} is for --init-from, got --run")
+        check_source(args.run, settings)
         if any("\ud800" <= letter <= "\udfff" for letter in args.prompt or ""):
             raise ValueError(f"--prompt must be in UTF-8, got {args.prompt!r}")
         if args.prompt is not None and args.prompt_file is not None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -26,8 +26,14 @@ from train.evaluation.retrieval import SENTENCES, Cell, Haystack, RetrievalRows,
 # tasks, and the number that a log has of each
 METRICS = {"needle": "needle_found", "variables": "variables_found", "positions": "far_loss"}
 TASKS = tuple(METRICS)
-_HOPS = 64  # the most
-_MOST_DIGITS = 9
+# of the sizes of a Grid
+_RANGES: dict[str, tuple[int, float]] = {
+    **dict.fromkeys(("lengths", "samples", "bins"), (1, math.inf)),
+    "depths": (0, 1),
+    "hops": (0, 64),
+    "hidden": (1, retrieval.MOST_HIDDEN),
+    "digits": (1, 9),
+}
 
 
 @dataclass(frozen=True)
@@ -114,24 +120,17 @@ class Grid:
     seed: int = 0
 
     def __post_init__(self):
-        for name, low, high in (("lengths", 1, math.inf), ("depths", 0, 1), ("hops", 0, _HOPS)):
-            values = getattr(self, name)
-            if not values or not all(low <= value <= high for value in values):
-                _refuse(flag(name), low, high, values)
-        most = {"hidden": retrieval.MOST_HIDDEN, "digits": _MOST_DIGITS}
-        for name in ("hidden", "digits", "samples", "bins"):
-            high = most.get(name, math.inf)
-            if not 1 <= (value := getattr(self, name)) <= high:
-                _refuse("--needles" if name == "hidden" else flag(name), 1, high, value)
+        for name, (low, high) in _RANGES.items():
+            value = getattr(self, name)
+            values = value if isinstance(value, tuple) else (value,)
+            if not values or not all(low <= each <= high for each in values):
+                option = "--needles" if name == "hidden" else flag(name)
+                at_most = "" if high == math.inf else f" and at most {high}"
+                raise ValueError(f"{option} must be at least {low}{at_most}, got {value}")
         if self.hidden > 9 * 10 ** (self.digits - 1) - 1:
             raise ValueError(
                 f"--digits {self.digits} has too few numbers for --needles {self.hidden}"
             )
-
-
-def _refuse(name: str, low: float, high: float, value: object) -> NoReturn:
-    at_most = "" if high == math.inf else f" and at most {high}"
-    raise ValueError(f"{name} must be at least {low}{at_most}, got {value}")
 
 
 @dataclass(frozen=True)

@@ -62,12 +62,6 @@ def sampler(
     among the top_k most likely ones (0: all), and among the fewest of these with a total
     probability of top_p. Raises ValueError for settings out of range.
     """
-    _check_sampling(temperature, top_k, top_p, seed)
-    generator = torch.Generator(device).manual_seed(seed)
-    return lambda logits: _sample(logits.float(), temperature, top_k, top_p, generator)
-
-
-def _check_sampling(temperature: float, top_k: int, top_p: float, seed: int) -> None:
     if not 0 <= temperature < math.inf:
         raise ValueError(f"--temperature must be finite and not negative, got {temperature}")
     if top_k < 0:
@@ -76,6 +70,8 @@ def _check_sampling(temperature: float, top_k: int, top_p: float, seed: int) -> 
         raise ValueError(f"--top-p must be above 0 and at most 1, got {top_p}")
     if not 0 <= seed < 2**63:
         raise ValueError(f"--seed must be at least 0 and below 2^63, got {seed}")
+    generator = torch.Generator(device).manual_seed(seed)
+    return lambda logits: _sample(logits.float(), temperature, top_k, top_p, generator)
 
 
 def _sample(
@@ -193,11 +189,7 @@ class _Row:
 
     def __init__(self, model: LiveModel, scores: Scores, limit: int):
         weight = model.encoder.output_layernorm.weight
-        if limit < scores.seq_len:
-            raise ValueError(
-                f"limit={limit} must be at least {scores.seq_len}, the number of tokens of the row"
-            )
-        self.model, self.count, self.limit = model, scores.seq_len, limit
+        self.model, self.count = model, scores.seq_len
         self.cache = Cache(model.sp, model.config.num_layers, limit)
         self._pairs = scores.pairs.to(weight.device)
         self._distances = scores.distances.to(weight.device)
@@ -208,8 +200,6 @@ class _Row:
 
     def add(self, group: int, base: int, segment: int) -> Tensor:
         """Add a token that attends to all so far. Return its rows of the bias table: (1, T)."""
-        if self.count == self.limit:
-            raise ValueError(f"the row is full: it has {counted(self.limit, 'token')}")
         new = torch.tensor([group, base, segment, self.count], dtype=torch.int32)
         self._tokens[:, self.count] = new.to(self._tokens.device)
         self.count += 1
@@ -231,7 +221,6 @@ class BeeDecoder:
 
     Answers are at the row's end, in any order of their segments. This is exact, because distances
     only count within a segment. Tokens of `logits` beyond the vocabulary are extended ones.
-    Raises ValueError for a wrong or full row, and for an answer that has not begun.
     """
 
     @torch.inference_mode()
@@ -242,10 +231,7 @@ class BeeDecoder:
         tokens = len(row["input"])
         span = torch.zeros(tokens, dtype=torch.int32)
         scores = bee_scores(model.config, tokens, **fields, span=span)
-        main = row["sample_ids"] == 0
-        if not main.any():
-            raise ValueError("expected tokens of the main sample, which has the answers, got none")
-        at = int(main.int().argmax())
+        at = int((row["sample_ids"] == 0).int().argmax())  # a token of the main sample
         self._segments = int(row["num_segments"][at])
         self._offset = int(row["segment_rel_offset"][at])
         self._group, self._segment = int(scores.group[at]), -1
@@ -258,16 +244,13 @@ class BeeDecoder:
 
     def begin(self, segment: int, start: int) -> None:
         """Begin the answer that is segment `segment` of the main sample's tree."""
-        if not 0 <= segment < self._segments:
-            raise ValueError(f"segment must be one of the tree's {self._segments}, got {segment}")
         self._segment = segment
         self.append(start)
 
     @torch.inference_mode()
     def append(self, token: int) -> None:
         """Add the token with this place in `logits`, (V,), which are those of what follows it."""
-        if self._segment < 0:
-            raise ValueError("an answer must begin before it is continued")
+        assert self._segment >= 0, "an answer begins before it is continued"
         base = self._offset + self._segment * self._segments
         rows = self._row.add(self._group, base, self._segment)
         new = (torch.tensor([[x]], device=self._device) for x in self.token(token))

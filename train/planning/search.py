@@ -94,8 +94,6 @@ def plan(
         raise ValueError(
             f"expected --seq-len of at most {_LONGEST:,} in a plan, got {config.seq_len:,}"
         )
-    if engine == "torch" and (config.dtype == "fp16" or config.offload_optimizer):
-        raise ValueError("--dtype fp16 and --offload-optimizer need --engine bmtrain")
     if config.chunk is not None and (reason := _refuses_chunk(config, config.chunk)):
         raise ValueError(reason)
     if config.fp8 and cluster.hardware.fp8 is None:

@@ -70,10 +70,14 @@ class TrainConfig(RunSettings, OptimizerSettings, ParallelSettings, DataSettings
         return dataclasses.asdict(self)
 
     def pick_engine(self, has_bmtrain: bool) -> str:
-        """Return the engine. "auto" is torch for --fp8, else bmtrain if there is one."""
-        if self.engine != "auto":
-            return self.engine
-        return "bmtrain" if has_bmtrain and not self.fp8 else "torch"
+        """Return the engine. "auto" is torch for --fp8, else bmtrain if there is one. Raises
+        ValueError for options that torch does not have.
+        """
+        engine = "bmtrain" if has_bmtrain and not self.fp8 else "torch"
+        engine = engine if self.engine == "auto" else self.engine
+        if engine == "torch" and (self.dtype == "fp16" or self.offload_optimizer):
+            raise ValueError("--dtype fp16 and --offload-optimizer need --engine bmtrain, on GPUs")
+        return engine
 
     @property
     def tokens_of_chunk(self) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from models.config import CPMConfig
 from models.cpm import CPM
 from models.tensor_files import folder_of
+from train.base.wording import flag
 from train.checkpoints import checkpoint
 from train.checkpoints.weights import load_weights, open_weights
 from train.data.folder import Sequences
@@ -25,6 +27,7 @@ from train.settings.kinds import config_of, kind_of
 from train.trained.texts import begin_token
 
 _FROM_RUN = ("seq_len", "dtype")  # settings that are a run's, unless they are given
+_OF_WEIGHTS = {"model", "accept_field", "allow_other_tokenizer", "untie"}  # for --init-from
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,14 @@ class Trained:
         opened: Sequences = data.keep_documents_apart(apart, bos)
         check_padding(config, opened)
         return opened
+
+
+def check_source(run: Path | None, given: Mapping[str, Any]) -> None:
+    """Raise ValueError unless a script has either --run or --init-from, and options for it."""
+    if (run is None) == ("init_from" not in given):
+        raise ValueError("give a trained model: either --run or --init-from")
+    if run and (other := _OF_WEIGHTS & given.keys()):
+        raise ValueError(f"{flag(min(other))} is for --init-from, got --run")
 
 
 def open_trained(
