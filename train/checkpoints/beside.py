@@ -7,7 +7,6 @@ Every checkpoint has it, so an export does not need the folder.
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import Any
 
 from models.huggingface import read_config
 from models.json_files import read_json
-from train.base import ranks
 from train.data.same_tokenizer import extends, find_tokenizers
 from train.data.tokenizer import Tokenizer
 from train.registry import KINDS, Kind
@@ -41,16 +39,13 @@ def read_beside(
 
     folder   its path
     foreign  why the ids of its tokenizer mean nothing to `tokenizer`, the run's; None if they do
-    lacking  names of added tokens in its chat templates that `tokenizer` lacks
     rope     its rotary positions, as fields of CPMConfig
     files    the names in it, except hidden ones
     values   the content of its JSON files by name
     texts    chat templates and licences by name
 
     For other kinds than the dense CPM it has only `folder`: their exports take nothing over.
-
-    Raises ValueError if a file is broken, or if the files contradict each other. Raises OSError if
-    one cannot be read.
+    Raises ValueError if a file is broken, or has ids beyond the vocabulary, and OSError.
     """
     if kind is not KINDS[0]:
         return {"folder": str(folder)}
@@ -59,11 +54,8 @@ def read_beside(
         path.relative_to(folder).as_posix(): path.read_text(errors="surrogateescape")
         for path in _find_texts(folder)
     }
-    tokenizer_config = values.get(TOKENIZER, {})
-    if added := tokenizer_config.get(ADDED, {}):
-        tokenizer_config[ADDED] = {}
+    values.get(TOKENIZER, {}).pop(ADDED, None)
     shape = read_config(folder, accept).to_dict()
-    _note_begin_tokens(folder, values)
     for name, field in itertools.product(("config.json", GENERATION), _IDS):
         check_ids(folder / name, field, values.get(name, {}).get(field), shape["vocab_size"])
     found = [other for _, other in find_tokenizers(folder, tokenizer.eos)]
@@ -72,8 +64,6 @@ def read_beside(
     if sizes and (suppressed := listed(generation.get("suppress_tokens"))):
         # ids that no tokenizer of the folder has are padding
         generation["suppress_tokens"] = [token for token in suppressed if token < max(sizes)]
-    template = json.dumps(tokenizer_config.get("chat_template"), ensure_ascii=False)
-    templates = [template, *(text for name, text in texts.items() if is_template(name))]
     foreign = None
     if not found:
         foreign = "it has no tokenizer.json or tokenizer.model to compare with the run's tokenizer"
@@ -82,7 +72,6 @@ def read_beside(
     return {
         "folder": str(folder),
         "foreign": foreign,
-        "lacking": _find_lacking(folder, tokenizer, added, templates),
         "rope": {name: shape[name] for name in ("rope_theta", "rope_scaling")},
         "files": sorted(
             path.name + "/" * path.is_dir()
@@ -114,38 +103,6 @@ def is_template(name: str) -> bool:
     return name.startswith((TEMPLATE, "chat_template.json", "additional_chat_templates/"))
 
 
-def _find_lacking(
-    folder: Path, tokenizer: Tokenizer, decoder: dict[str, Any], templates: list[str]
-) -> list[str]:
-    """Return the added tokens, with those of `decoder`, that templates spell and the run lacks."""
-    return [
-        name
-        for name, token in added_tokens(folder, decoder).items()
-        if tokenizer.id_of(name) != token and any(name in text for text in templates)
-    ]
-
-
-def added_tokens(folder: Path, decoder: dict[str, Any]) -> dict[str, int]:
-    """Return the added tokens of a folder's files and of `decoder`, by name. Raises ValueError for
-    broken files.
-    """
-    others = {
-        name: read_json(folder / name) if (folder / name).is_file() else {}
-        for name in ("added_tokens.json", "tokenizer.json")
-    }
-    try:
-        added = {entry["content"]: int(token) for token, entry in decoder.items()}
-        added |= others["added_tokens.json"]
-        listed = others["tokenizer.json"].get("added_tokens") or []
-        added |= {entry["content"]: entry["id"] for entry in listed}
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ValueError(
-            f"{folder} does not name tokens as tokenizers do: {ADDED} of {TOKENIZER}, or "
-            f"added_tokens of tokenizer.json: {type(error).__name__}: {error}"
-        ) from error
-    return added
-
-
 def _find_texts(folder: Path) -> Iterator[Path]:
     """Yield the chat templates and licences of a folder."""
     for pattern in _TEMPLATES:
@@ -154,18 +111,6 @@ def _find_texts(folder: Path) -> Iterator[Path]:
         is_license = _LICENSE.search(path.name.upper()) and path.is_file()
         if is_license and path.stat().st_size <= _MOST_BYTES:
             yield path
-
-
-def _note_begin_tokens(folder: Path, values: dict[str, Any]) -> None:
-    """Print on rank 0 that a folder has two begin tokens, which published folders may have."""
-    [one, other] = (
-        values.get(name, {}).get("bos_token_id") for name in ("config.json", GENERATION)
-    )
-    if None not in (one, other) and one != other:
-        ranks.warn(
-            f"{folder} has bos_token_id {one} in config.json and {other} in {GENERATION}: neither "
-            "is used; --bos says how texts begin"
-        )
 
 
 def check_ids(file: Path, field: str, value: Any, vocabulary: int) -> None:

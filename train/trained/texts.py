@@ -23,7 +23,6 @@ from train.checkpoints.beside import (
     GENERATION,
     SPECIAL,
     TOKENIZER,
-    added_tokens,
     check_ids,
     listed,
     read_values,
@@ -154,8 +153,21 @@ def lacking_tokens(source: str, tokenizer: Tokenizer) -> tuple[str, ...]:
     Raises ValueError for broken files, and OSError.
     """
     folder = folder_of(source)
-    decoder = read_values(folder).get(TOKENIZER, {}).get(ADDED, {})
-    return tuple(name for name in added_tokens(folder, decoder) if tokenizer.id_of(name) is None)
+    others = {
+        name: read_json(folder / name) if (folder / name).is_file() else {}
+        for name in ("added_tokens.json", "tokenizer.json", TOKENIZER)
+    }
+    try:
+        names = [entry["content"] for entry in others[TOKENIZER].get(ADDED, {}).values()]
+        names += others["added_tokens.json"]
+        entries = others["tokenizer.json"].get("added_tokens") or []
+        names += [entry["content"] for entry in entries]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{folder} does not name tokens as tokenizers do: {ADDED} of {TOKENIZER}, or "
+            f"added_tokens of tokenizer.json: {type(error).__name__}: {error}"
+        ) from error
+    return tuple(name for name in dict.fromkeys(names) if tokenizer.id_of(name) is None)
 
 
 def _stops(values: Mapping[str, Any]) -> list[int]:
