@@ -107,7 +107,7 @@ class BurstAttention(SelfAttention):
         return () if extension is None else extension.of_layer(q, k)
 
     def _find_tensors(self, choose_by: Sequence[Tensor] | None) -> tuple[Tensor | None, ...]:
-        sinks = self.sinks
+        sinks: Tensor | None = self.sinks
         if sinks is not None:
             sinks = sinks.to(accumulator_dtype(sinks.dtype))
         return sinks, *(choose_by or ())
