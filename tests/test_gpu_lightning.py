@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bmt_burst import Layout, lightning_attn_func
-from bmt_burst.lightning import slopes as slopes_module
+from bmt_burst.lightning import rates
 from tests.launcher import needs_ranks, run_ranks
 from tests.lightning import SLOPES, worst_rank_error
 from tests.test_gpu import rings
@@ -28,7 +28,7 @@ def test_one_gpu_equals_the_recurrence(dtype):
 def test_slopes_of_a_gpu_are_read_once_for_each_change():
     x, slopes = torch.randn(1, 70, 4, 16, device="cuda"), torch.tensor(SLOPES, device="cuda")
     first = lightning_attn_func(x, x, x, slopes)
-    assert slopes_module._known[slopes][1] == tuple(torch.tensor(SLOPES).tolist())
+    assert rates._known[slopes][1] == tuple(torch.tensor(SLOPES).tolist())
     torch.cuda.set_sync_debug_mode("error")
     try:
         again = lightning_attn_func(x, x, x, slopes)

@@ -19,7 +19,7 @@ from bmt_burst import (
     simulate,
 )
 from bmt_burst.errors import RanksDisagree
-from bmt_burst.lightning.slopes import alibi_slopes
+from bmt_burst.lightning.rates import alibi_slopes
 from bmt_burst.transport import ALONE
 from tests.cases import random_qkv
 from tests.reference import assert_close, dense_results

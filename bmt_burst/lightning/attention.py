@@ -34,8 +34,8 @@ from ..sequence.rows import Layouts, Masks, Rows
 from ..transport import LANES
 from . import kernels
 from .plan import NAME, LightningPlan, PastStates, PlannedLightning, check_state, state_bytes
+from .rates import check_slopes, describe_slopes
 from .segments import Edges, find_borders, plan_states
-from .slopes import check_slopes, describe_slopes
 
 CALL = f"a call of {NAME}"
 

@@ -29,8 +29,8 @@ from ..ranks.sequence_parallel import WholeSequence
 from . import kernels
 from .attention import attend_lightning
 from .plan import PastStates, check_state
+from .rates import decay, send_slopes
 from .segments import Segments, cut_documents
-from .slopes import decay, send_slopes
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,8 @@ from ..kernels.packed import make_dense, prepare_once
 from ..ranks.agreement import Terms, run_agreed
 from ..ranks.rings import Rings
 from ..transport import Arrival, Put, Transport
+from .rates import decay, send_slopes
 from .segments import Edges, Hop, StatePlan
-from .slopes import decay, send_slopes
 
 NAME = "lightning_attn_func"
 

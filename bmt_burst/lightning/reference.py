@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from ..base.dtypes import accumulator_dtype
+from .rates import decay
 from .segments import Segments
-from .slopes import decay
 
 CHUNK = 64  # tokens
 

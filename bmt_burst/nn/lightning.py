@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..base.arguments import check_tensor
 from ..lightning.memory import Lightning
-from ..lightning.slopes import alibi_slopes, check_slopes
+from ..lightning.rates import alibi_slopes, check_slopes
 from ..ranks.sequence_parallel import SequenceParallel
 from .heads import SelfAttention
 
