@@ -21,6 +21,7 @@ from bmt_burst.fused import triton_passes
 from bmt_burst.kernels import triton_blocks, triton_few_queries
 from bmt_burst.lightning import triton_blocks as lightning_blocks
 from bmt_burst.lightning import triton_kernel as lightning
+from bmt_burst.lightning.rates import find_rates
 from bmt_burst.lightning.segments import Segments
 from bmt_burst.merging import fused
 from bmt_burst.sequence.tile import KernelCall
@@ -162,16 +163,17 @@ def compile_lightning():
     """Compile the kernels of both directions, for a document that begins and ends elsewhere."""
     for name in LIGHTNING:
         setattr(lightning_blocks, name, Compiler(getattr(lightning_blocks, name)))
-    slopes, edge = torch.zeros(3), torch.zeros(1, 3, 48, 48)
+    edge = torch.zeros(1, 3, 48, 48)
     for tokens in (1_000, 999):  # compiled once for both
         x, segments = (
             torch.zeros(tokens, 3, 48, dtype=torch.bfloat16),
             Segments((0, tokens), (0,), (0,)),
         )
-        states = lightning.forward_states(x, x, slopes, segments)
-        lightning.outputs(x, x, x, slopes, 0.3, segments, states, edge)
-        states = lightning.backward_states(x, x, slopes, 0.3, segments)
-        lightning.gradients(x, x, x, x, slopes, 0.3, segments, edge, states, edge)
+        rates = find_rates(segments, (0.0,) * 3, None, x)
+        states = lightning.forward_states(x, x, rates, segments)
+        lightning.outputs(x, x, x, rates, 0.3, segments, states, edge)
+        states = lightning.backward_states(x, x, rates, 0.3, segments)
+        lightning.gradients(x, x, x, x, rates, 0.3, segments, edge, states, edge)
 
 
 def compile_copies():

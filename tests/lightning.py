@@ -26,15 +26,18 @@ class Cut(Layout):
         return [range(i, i + 1) for i, owner in enumerate(self.owners) if owner == rank]
 
 
-def recurrence(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, scale: float, borders) -> Tensor:
-    """Return out (B, S, H, D) of whole sequences, token by token. `borders` are those of a row."""
-    decay = torch.exp(-slopes.to(q.dtype)).view(-1, 1, 1)
+def recurrence(q: Tensor, k: Tensor, v: Tensor, rates: Tensor, scale: float, borders) -> Tensor:
+    """Return out (B, S, H, D) of whole sequences, token by token. `borders` are those of a row.
+
+    rates  slopes (H,), or log_decay (B, S, H)
+    """
+    decays = torch.exp(rates if rates.dim() == 3 else -rates.to(q.dtype).expand(q.shape[:3]))
     rows = []
-    for row, begins in zip(zip(q, k, v, strict=True), borders, strict=True):
+    for row, begins in zip(zip(q, k, v, decays, strict=True), borders, strict=True):
         state, out = torch.zeros(()), []
-        for t, (queries, keys, values) in enumerate(zip(*row, strict=True)):
+        for t, (queries, keys, values, decay) in enumerate(zip(*row, strict=True)):
             own = keys.unsqueeze(2) * values.unsqueeze(1)
-            state = own if t in begins else decay * state + own
+            state = own if t in begins else decay.view(-1, 1, 1) * state + own
             out.append(scale * (queries.unsqueeze(1) @ state).squeeze(1))
         rows.append(torch.stack(out))
     return torch.stack(rows)
@@ -46,37 +49,58 @@ def random_tensors(batch: int, tokens: int, size: int = 4, heads: int = len(SLOP
     return tensors, torch.tensor(SLOPES[:heads])
 
 
-def expected_results(tensors, slopes, scale, masks: Sequence[Mask]) -> list[Tensor]:
-    """Return out, dq, dk and dv of the recurrence, for a mask for each row."""
+def random_log_decay(batch: int, tokens: int, heads: int = len(SLOPES)) -> Tensor:
+    """Return random decays of tokens: from none to e^-40, and one of 16 empties a state."""
+    strength = torch.tensor([0.0, 0.01, 1.0, 20.0], dtype=torch.float64)
+    chosen = strength[torch.randint(4, (batch, tokens, heads))]
+    empties = torch.rand(batch, tokens, heads) < 1 / 16
+    found = -chosen * 2 * torch.rand(batch, tokens, heads, dtype=torch.float64)
+    return found.masked_fill(empties, -torch.inf)
+
+
+def expected_results(tensors, rates, scale, masks: Sequence[Mask]) -> list[Tensor]:
+    """Return out, dq, dk, dv and, for a log_decay, its gradient, by the recurrence, for a mask for
+    each row.
+    """
     *qkv, dout = tensors
-    leaves = [x.clone().requires_grad_() for x in qkv]
+    leaves = [x.clone().requires_grad_() for x in (*qkv, rates)]
     borders = [{s.q[0] for s in mask.slices} for mask in masks]
-    out = recurrence(*leaves, slopes, scale, borders)
-    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+    out = recurrence(*leaves, scale, borders)
+    if rates.dim() == 1:
+        leaves.pop()
+    grads = torch.autograd.grad(out, leaves, dout, materialize_grads=True)
+    return [out.detach(), *grads]
 
 
-def shard_results(tensors, slopes, **options) -> list[Tensor]:
-    """Return a rank's out, dq, dk and dv. A call must leave its inputs as they are."""
-    kept = [x.clone() for x in tensors]
+def shard_results(tensors, rates, **options) -> list[Tensor]:
+    """Return a rank's out, dq, dk, dv and the gradient of a log_decay. A call must leave its inputs
+    as they are.
+    """
+    kept = [x.clone() for x in (*tensors, rates)]
     *qkv, dout = (x.detach() for x in tensors)
     leaves = [x.requires_grad_() for x in qkv]
-    out = lightning_attn_func(*leaves, slopes, **options)
+    if rates.dim() == 3:
+        leaves.append(rates.detach().requires_grad_())
+        out = lightning_attn_func(*qkv, log_decay=leaves[3], **options)
+    else:
+        out = lightning_attn_func(*qkv, rates, **options)
     grads = torch.autograd.grad(out, leaves, dout)
-    for x, before in zip(tensors, kept, strict=True):
+    for x, before in zip((*tensors, rates), kept, strict=True):
         assert x.allclose(before, rtol=0, atol=0, equal_nan=True)
     return [out.detach(), *grads]
 
 
-def over_ranks(layouts: Sequence[Layout], tensors, slopes, inner=None, **options):
-    """Return whole out, dq, dk and dv of simulated ranks, and what each rank sent: (peer, bytes) by
-    ring. `layouts` has one layout for each row.
+def over_ranks(layouts: Sequence[Layout], tensors, rates, inner=None, **options):
+    """Return the whole results of simulated ranks, and what each rank sent: (peer, bytes) by ring.
+    `layouts` has one layout for each row.
     """
     size = layouts[0].size
 
     def work(ring):
         groups = ring_arguments(ring, inner or size)
         shards = [shard_rows(x, layouts, ring.rank) for x in tensors]
-        found = shard_results(shards, slopes, layout=[*layouts], **options, **groups)
+        mine = shard_rows(rates, layouts, ring.rank) if rates.dim() == 3 else rates
+        found = shard_results(shards, mine, layout=[*layouts], **options, **groups)
         rings = groups.get("double_group", [ring])
         return found, [end.traffic for end in rings]
 
@@ -88,7 +112,7 @@ def over_ranks(layouts: Sequence[Layout], tensors, slopes, inner=None, **options
                 for row, layout in enumerate(layouts)
             ]
         )
-        for i in range(4)
+        for i in range(len(results[0][0]))
     ]
     return whole, [sent for _, sent in results]
 

@@ -23,7 +23,6 @@ from bmt_burst import (
     nn,
     simulate,
 )
-from bmt_burst.lightning.memory import continue_state
 from bmt_burst.loss import linear_cross_entropy_sum
 from bmt_burst.merging.surrogate import surrogate_out
 from bmt_burst.parts.chunks import Chunk
@@ -157,6 +156,6 @@ def test_no_graph_has_what_ranks_do_together():
         Chunk.longest,
         Chunk.check_positions,
     ]
-    entries += [Decoder.__call__, continue_state]
+    entries += [Decoder.__call__]
     entries += [vars(SequenceParallel)[name] for name in ("longest", "unshard", "sum")]
     assert [x for x in entries if not getattr(x, "_torchdynamo_disable", False)] == []

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from bmt_burst import Layout, Mask, Slice, alibi_slopes, lightning_attn_func, simulate
 from bmt_burst.base import kept
 from bmt_burst.lightning import reference
+from bmt_burst.lightning.rates import find_rates
 from bmt_burst.lightning.segments import Segments, StateExchange, StatePlan, plan_states
 from bmt_burst.sequence.layout import Stacked
 from bmt_burst.sparse import Choices, keep_choices
@@ -20,6 +21,7 @@ from tests.lightning import (
     Cut,
     expected_results,
     over_ranks,
+    random_log_decay,
     random_tensors,
     recurrence,
     worst_error,
@@ -70,15 +72,22 @@ def random_case(seed: int) -> tuple[int, list[Mask], list[Layout]]:
 CASES = range(5 * len(RINGS))
 
 
-def test_equals_the_recurrence(monkeypatch):
+@pytest.mark.parametrize("tokens_choose", [False, True], ids=["slopes", "log_decay"])
+def test_equals_the_recurrence(tokens_choose, monkeypatch):
     """On 1 to 8 ranks and hosts, with documents, layouts, rows and chunks of any kind."""
     rows = set()
     for seed in CASES:
         inner, masks, layouts = random_case(seed)
         monkeypatch.setattr(reference, "CHUNK", (1, 5, 64)[seed % 3])
-        tensors, slopes = random_tensors(len(masks), masks[0].seq_len)
-        expected = expected_results(tensors, slopes, SCALE, masks)
-        got, _ = over_ranks(layouts, tensors, slopes, inner, scale=SCALE, mask=masks)
+        tensors, rates = random_tensors(len(masks), masks[0].seq_len)
+        if tokens_choose:
+            rates = random_log_decay(len(masks), masks[0].seq_len)
+        expected = expected_results(tensors, rates, SCALE, masks)
+        got, _ = over_ranks(layouts, tensors, rates, inner, scale=SCALE, mask=masks)
+        assert len(got) == 4 + tokens_choose
+        if tokens_choose and not expected[4].any():  # of documents of one token
+            assert not got.pop().any()
+            expected.pop()
         assert worst_error(got, expected) < EXACT, (seed, inner, masks, layouts)
         rows.add((len(masks), len(set(masks)), len(set(layouts))))
     assert len(rows) == 5, "a batch of 1 or 2, and all ways in which 2 rows may differ"
@@ -99,7 +108,7 @@ def test_a_thousand_short_documents_have_no_states():
     """Only a chunk within a document takes a state, and only an open segment leaves one."""
     segments = Segments((*range(1_000), 1_200))
     k = torch.randn(1_200, 4, 4)
-    states = reference.forward_states(k, k, torch.zeros(4), segments)
+    states = reference.forward_states(k, k, find_rates(segments, (0.0,) * 4, None, k), segments)
     assert states.last.shape == (0, 4, 4, 4)
     assert sum(x is not None for x in states.chunks) == (1_200 - 999 - 1) // reference.CHUNK
 
@@ -156,10 +165,24 @@ def test_no_slope_overflows(size, slope):
         assert worst_error([got[0]], [own]) < 1e-5
 
 
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("strong", [-1e5, -3e38, -torch.inf])
+def test_a_strong_decay_rounds_no_later_one(size, strong):
+    """In fp32, 1e5 - 1e-3 is 1e5. So a difference of two running sums would have no weak decays."""
+    tensors, log_decay = random_tensors(1, 300)[0], torch.full((1, 300, 4), -1e-3)
+    log_decay[:, [50, 140, 141], ::2] = strong
+    expected = expected_results(tensors, log_decay.double(), 1.0, [Mask.causal(300)])
+    tensors = [x.float() for x in tensors]
+    got, _ = over_ranks([Layout.zigzag(300, size)], tensors, log_decay, scale=1.0)
+    assert worst_error([x.double() for x in got], expected) < 1e-5
+
+
 @pytest.mark.parametrize("layout", ["zigzag", "runs"])
-@pytest.mark.parametrize("which", range(4))
-def test_no_state_crosses_a_border(layout, which):
-    """What is not finite in q, k, v or dout of a document stays there, in both directions. One
+@pytest.mark.parametrize(
+    ("tokens_choose", "which"), [*itertools.product((False, True), range(4)), (True, 4)]
+)
+def test_no_state_crosses_a_border(layout, tokens_choose, which):
+    """NaN in q, k, v, dout or log_decay of a document stays there, in both directions. One
     document begins and ends inside a run, the others at borders of runs and in several of them.
     """
     borders, tokens = (0, 6, 7, 24, 30, 48), 48
@@ -167,17 +190,22 @@ def test_no_state_crosses_a_border(layout, which):
     owners = [i % 4 for i in range(tokens)]
     chance.shuffle(owners)
     whole = Cut(owners) if layout == "runs" else Layout.named(layout, tokens, 4)
-    tensors, slopes = random_tensors(1, tokens)
-    clean, _ = over_ranks([whole], tensors, slopes, mask=mask)
+    tensors, rates = random_tensors(1, tokens)
+    if tokens_choose:
+        rates = random_log_decay(1, tokens)
+    clean, _ = over_ranks([whole], tensors, rates, mask=mask)
     for start, stop in itertools.pairwise(borders[1:-1]):
-        spoilt = [x.clone() for x in tensors]
+        spoilt = [x.clone() for x in (*tensors, rates)]
         spoilt[which][:, start:stop] = float("nan")
-        got, _ = over_ranks([whole], spoilt, slopes, mask=mask)
+        got, _ = over_ranks([whole], spoilt[:4], spoilt[4], mask=mask)
         outside = torch.ones(tokens, dtype=torch.bool)
         outside[start:stop] = False
         for x, y in zip(got, clean, strict=True):
             assert x[:, outside].equal(y[:, outside])
-        assert any(x[:, start:stop].isnan().any() for x in got)
+        # a document's first token has no state to decay
+        assert (which == 4 and stop - start == 1) or any(
+            x[:, start:stop].isnan().any() for x in got
+        )
 
 
 def test_a_backward_leaves_results_bitwise_equal_between_runs():
@@ -289,8 +317,8 @@ def test_a_plan_prints():
     plan = plan_states(Layout.zigzag(40, 2), (0, 4, 40), 1)
     assert str(plan) == (
         "rank 1: positions 10 to 29, 1 segments, 1 open, 1 leave a state\n"
-        "  forward adds 1 states, within the host: sends 1 with rank 0, receives 1 with rank 0\n"
-        "  backward adds 1 states, within the host: sends 1 with rank 0, receives 1 with rank 0"
+        "  forward adds 1 states, sends 1 within the host and 0 between hosts\n"
+        "  backward adds 1 states, sends 1 within the host and 0 between hosts"
     )
 
 
@@ -331,6 +359,15 @@ def test_only_states_travel():
     assert sent_bytes(Layout.zigzag(64, 4))[0] == [6 * STATE]
     most = [2 * 2 * 3 * STATE]  # an all-gather of two runs in both directions
     assert all(x <= most for x in sent_bytes(Layout.zigzag(64, 4)))
+
+
+def test_a_state_travels_with_the_sum_of_log_decay():
+    """One more number a head."""
+    layout, q = Layout.contiguous(64, 4), torch.randn(1, 64, 4, 4)
+    _, sent = over_ranks([layout], [q] * 4, -torch.rand(1, 64, 4))
+    assert [[sum(nbytes for _, nbytes in ring) for ring in rings] for rings in sent] == [
+        [3 * (STATE + 4 * 4)]
+    ] * 4
 
 
 def test_between_hosts_a_state_travels_once():
@@ -439,6 +476,7 @@ MASKS = [
     Mask(8, (Slice((0, 8), (0, 2)), Slice((2, 8), (2, 8), 0))),
 ]
 PADDED = {7: Slice((0, 7), (0, 7), 0), 0: Slice((1, 8), (1, 8), 0)}  # by the token of padding
+LOG_DECAY = {"slopes": None, "log_decay": X[..., 0]}
 WRONG = [
     *[({"mask": mask}, "ValueError: causal documents") for mask in MASKS],
     *[
@@ -472,6 +510,14 @@ WRONG = [
     ({"slopes": torch.zeros(4, device="meta")}, "ValueError: on cpu or the CPU, got meta"),
     ({"slopes": torch.zeros(4, requires_grad=True)}, "ValueError: requires_grad=False"),
     ({"slopes": [0.0] * 4}, "TypeError: slopes must be a torch.Tensor, got list"),
+    ({"slopes": None}, "ValueError: slopes, which are constants, or log_decay.*got neither"),
+    ({"log_decay": -X[..., 0]}, "ValueError: slopes, which are constants, or log_decay.*got both"),
+    (LOG_DECAY | {"log_decay": X[..., 0] + 2}, "ValueError: log_decay must be at most 0, got 2.0"),
+    (LOG_DECAY | {"log_decay": X}, r"ValueError: log_decay must be \(1, 4, 4\), .* token and head"),
+    (LOG_DECAY | {"log_decay": -X[..., 0].double()}, "TypeError: torch.float32, got torch.float64"),
+    (LOG_DECAY | {"log_decay": -X[..., 0].to("meta")}, "ValueError: log_decay must be on cpu, got"),
+    (LOG_DECAY | {"log_decay": 0.5}, "TypeError: log_decay must be a torch.Tensor, got float"),
+    (LOG_DECAY | {"flash": "triton"}, "ValueError: triton: it computes slopes, and no log_decay"),
     ({"scale": 0.0}, "ValueError: scale must be positive"),
     ({"flash": "fa4"}, "ValueError: one of .'auto', 'triton', 'reference'., got 'fa4'"),
     ({"flash": None}, "TypeError: flash must be the name"),
@@ -488,6 +534,8 @@ WRONG = [
         "TypeError: continues states in bmt_burst.Chunks",
     ),
     ({"g_gamma": X}, "TypeError: write slopes=-g_gamma"),
+    ({"g": X}, "TypeError: write log_decay=g"),
+    ({"gk": X}, "TypeError: one decay a token: write log_decay"),
     ({"softmax_scale": 1.0}, "TypeError: write scale"),
 ]
 
@@ -517,6 +565,10 @@ def test_what_is_wrong_on_one_rank_is_refused_on_all(changed, text):
     ("mine", "text"),
     [
         ({"slopes": torch.zeros(4)}, "differ in slopes of|differ in slopes"),
+        (
+            LOG_DECAY,
+            "differ in slopes: rank 0 has '0.25 to .* rank 1 has 'none, as each token has a",
+        ),
         ({"scale": 2.0}, "differ in scale"),
         ({"mask": Mask.documents((0, 3, 8))}, "differ in mask"),
         ({"layout": "contiguous"}, "differ in layout"),

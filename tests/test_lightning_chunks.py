@@ -18,13 +18,12 @@ from bmt_burst import Layout, Mask, simulate
 from bmt_burst.base.kept import find_difference
 from bmt_burst.lightning import reference
 from bmt_burst.lightning.attention import attend_lightning
-from bmt_burst.lightning.memory import continue_state
 from bmt_burst.lightning.plan import PastStates
 from bmt_burst.lightning.segments import Edges, cut_documents
 from bmt_burst.ranks.rings import make_rings
 from bmt_burst.ranks.sequence_parallel import WholeSequence
 from bmt_burst.sparse import keep_choices
-from tests.lightning import expected_results, random_tensors, recurrence, worst_error
+from tests.lightning import expected_results, random_log_decay, random_tensors, worst_error
 from tests.refusals import refusal, refusal_of_rank
 from tests.rings import ring_arguments
 
@@ -66,11 +65,17 @@ class Rank:
             x[:, slice(*self.layout.spans[number])], self.ring.rank
         )
 
-    def attend(self, number, qkv: Sequence[Tensor], slopes: Tensor, past: PastStates) -> Tensor:
+    def attend(
+        self, number, inputs: Sequence[Tensor], slopes: Tensor | None, past: PastStates
+    ) -> Tensor:
+        """Return out of a chunk, of q, k, v and, without slopes, a log_decay."""
+        qkv, log_decay = inputs[:3], None if slopes is not None else inputs[3]
         masks, _ = self.cut(number)
         mask = masks if len(masks) > 1 else masks[0]
         sequence = WholeSequence.local(mask, self.layout.layouts[number])
-        return attend_lightning(self.rings, sequence, *qkv, slopes, SCALE, self.flash, past)
+        return attend_lightning(
+            self.rings, sequence, *qkv, slopes, SCALE, self.flash, past, log_decay
+        )
 
     def run_forward(self, tensors, slopes) -> list[Tensor]:
         """Return out of each chunk, and keep the states before and after."""
@@ -78,8 +83,8 @@ class Rank:
         for number in range(self.count):
             with torch.no_grad():
                 past = PastStates(self.edges(number), self.states[-1])
-                qkv = [self.shard(x, number) for x in tensors[:3]]
-                outs.append(self.attend(number, qkv, slopes, past))
+                inputs = [self.shard(x, number) for x in tensors[:-1]]
+                outs.append(self.attend(number, inputs, slopes, past))
                 self.states.append(past.final)
         return outs
 
@@ -89,12 +94,12 @@ class Rank:
         return PastStates(self.edges(number), self.states[number], begin, dfinal=self.gradient)
 
     def run_backward(self, number: int, tensors, slopes, run=None) -> list[Tensor]:
-        """Return out, dq, dk and dv of a chunk."""
-        *qkv, dout = (self.shard(x, number) for x in tensors)
-        leaves, past = [x.requires_grad_() for x in qkv], self.reopen(number)
+        """Return out and the gradients of all tensors but the last, which is dout."""
+        *inputs, dout = (self.shard(x, number) for x in tensors)
+        leaves, past = [x.requires_grad_() for x in inputs], self.reopen(number)
 
-        def attend(*qkv):
-            return self.attend(number, qkv, slopes, past)
+        def attend(*inputs):
+            return self.attend(number, inputs, slopes, past)
 
         out = run(attend, *leaves) if run else attend(*leaves)
         assert is_same(past.final, self.states[number + 1]), "both runs have the same bits"
@@ -108,7 +113,7 @@ def is_same(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 def in_chunks(size, masks, tokens, tensors, slopes, run=None, **options):
-    """Return whole out, dq, dk and dv. States and their gradients must be identical on all ranks,
+    """Return whole out and gradients. States and their gradients must be identical on all ranks,
     in each chunk.
     """
 
@@ -149,7 +154,8 @@ def random_rows(chance: random.Random, tokens: int, chunk: int) -> list[Mask]:
 RINGS = [(1, 1), (2, 2), (3, 3), (4, 4), (8, 8), (4, 2), (6, 3), (4, 1)]  # and ranks of a host
 
 
-def test_chunks_equal_the_recurrence(monkeypatch):
+@pytest.mark.parametrize("tokens_choose", [False, True], ids=["slopes", "log_decay"])
+def test_chunks_equal_the_recurrence(tokens_choose, monkeypatch):
     """On 1 to 8 ranks and hosts, whatever the rows, documents, borders and layout in a chunk."""
     for seed, (size, inner) in itertools.product(range(5), RINGS):
         chance = random.Random(100 * seed + size + inner)
@@ -160,7 +166,10 @@ def test_chunks_equal_the_recurrence(monkeypatch):
         masks = random_rows(chance, tokens, most)
         batch = 2 if len(masks) == 1 and chance.random() < 0.5 else len(masks)
         tensors, slopes = random_tensors(batch, tokens)
-        expected = expected_results(tensors, slopes, SCALE, masks * (batch // len(masks)))
+        rates = random_log_decay(batch, tokens) if tokens_choose else slopes
+        expected = expected_results(tensors, rates, SCALE, masks * (batch // len(masks)))
+        if tokens_choose:
+            tensors, slopes = (*tensors[:3], rates, tensors[3]), None
         layout = chance.choice(("zigzag", "contiguous"))
         got, _ = in_chunks(size, masks, most, tensors, slopes, layout=layout, inner=inner)
         assert worst_error(got, expected) < EXACT, (seed, size, inner, masks, most, layout)
@@ -320,66 +329,19 @@ def test_checkpointed_chunks_send_no_state_twice():
     assert [traffic for *_, traffic in sent] == [traffic for *_, traffic in resent]
 
 
-def test_wrong_states_are_refused_on_all_ranks():
+def test_other_edges_are_refused_on_all_ranks():
     tensors, slopes = random_tensors(1, 32)
 
     def work(ring):
         rank = Rank(ring, [cut(0, 32)], 16)
         qkv = [rank.shard(x, 1) for x in tensors[:3]]
-        edges, right = rank.edges(1), torch.zeros(1, 4, 4, 4, dtype=torch.float64)
-        for wrong, text in (
-            (right.float(), r"got \(1, 4, 4, 4\) in torch.float32 on cpu"),
-            (right.repeat(2, 1, 1, 1), r"expected states \(1, 4, 4, 4\) .* got \(2, 4, 4, 4\)"),
-            (None, "expected states .* to continue, got none"),
-        ):
-            past = PastStates(edges, wrong if ring.rank else right)
-            with refusal_of_rank(1, ring.rank, f"ValueError: {text}"):
-                rank.attend(1, qkv, slopes, past)
+        edges, state = rank.edges(1), torch.zeros(1, 4, 4, 4, dtype=torch.float64)
         other = Edges((True,), (True,)) if ring.rank else edges
         with refusal("ValueError: ranks differ in documents of other chunks"):
-            rank.attend(1, qkv, slopes, PastStates(other, right))
-        return rank.attend(1, qkv, slopes, PastStates(edges, right))
+            rank.attend(1, qkv, slopes, PastStates(other, state))
+        return rank.attend(1, qkv, slopes, PastStates(edges, state))
 
     simulate(2, work)
-
-
-# prompts and new tokens
-
-
-@pytest.mark.parametrize("size", [1, 3])
-def test_new_tokens_continue_a_prompt_in_chunks(size):
-    """The prompt is cut over ranks. Every rank computes all new tokens, one or a few at a time."""
-    tensors, slopes = random_tensors(2, 40)
-    prompt = [x[:, :32] for x in tensors]
-    values = tuple(slopes.tolist())
-
-    def work(ring):
-        rank = Rank(ring, [cut(0, 32)], 12, goes_on=True)
-        outs = rank.run_forward(prompt, slopes)
-        state, news = rank.states[-1], []
-        for a, b in itertools.pairwise((32, 33, 34, 37, 40)):
-            qkv = (x[:, a:b] for x in tensors[:3])
-            out, after = continue_state(*qkv, values, SCALE, state)
-            assert after is state, "a CUDA graph needs one address"
-            news.append(out)
-        return torch.cat(outs, 1), torch.cat(news, 1), state, rank.layout
-
-    results = simulate(size, work)
-    expected = recurrence(*tensors[:3], slopes, SCALE, [{0}, {0}])
-    whole = results[0][3].unshard([out for out, *_ in results])
-    for _, news, state, _ in results:
-        assert state.equal(results[0][2])
-        assert worst_error([torch.cat([whole, news], 1)], [expected]) < EXACT
-
-
-def test_new_tokens_in_place_equal_new_ones():
-    (q, k, v, _), slopes = random_tensors(2, 8)
-    values = tuple(slopes.tolist())
-    zeros = torch.zeros(2, 4, 4, 4, dtype=torch.float64)
-    for state in (None, zeros):
-        out, after = continue_state(q, k, v, values, SCALE, state)
-        assert worst_error([out], [recurrence(q, k, v, slopes, SCALE, [{0}] * 2)]) < EXACT
-    assert after is zeros
 
 
 def test_the_triton_kernel_takes_edges(monkeypatch):
@@ -387,7 +349,7 @@ def test_the_triton_kernel_takes_edges(monkeypatch):
     pytest.importorskip("triton")
     from bmt_burst.lightning import triton_kernel
 
-    monkeypatch.setattr(triton_kernel, "refuses", lambda q: None)
+    monkeypatch.setattr(triton_kernel, "refuses", lambda q, tokens_choose: None)
     tensors, slopes = random_tensors(1, 48, 16, 2)
     rounded = [x.float() for x in tensors]
     masks = [cut(0, 20, 48)]

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bmt_burst import lightning_attn_func
 from bmt_burst.lightning import kernels, reference
+from bmt_burst.lightning.rates import find_rates
 from bmt_burst.lightning.segments import Segments
 from tests.lightning import SLOPES, worst_error
 
@@ -49,11 +50,11 @@ def run(kernel, tensors, edges, segments, slopes=SLOPES):
     dv.
     """
     (q, k, v, dout), (initial, dfinal) = tensors, edges
-    slopes = torch.tensor(slopes).to(q.device, initial.dtype)
-    states = kernel.forward_states(k, v, slopes, segments)
-    out = kernel.outputs(q, k, v, slopes, SCALE, segments, states, initial)
-    back = kernel.backward_states(q, dout, slopes, SCALE, segments)
-    grads = kernel.gradients(q, k, v, dout, slopes, SCALE, segments, initial, back, dfinal)
+    rates = find_rates(segments, tuple(slopes), None, q)
+    states = kernel.forward_states(k, v, rates, segments)
+    out = kernel.outputs(q, k, v, rates, SCALE, segments, states, initial)
+    back = kernel.backward_states(q, dout, rates, SCALE, segments)
+    grads = kernel.gradients(q, k, v, dout, rates, SCALE, segments, initial, back, dfinal)
     return [states.last, out, back.last, *grads]
 
 
@@ -177,7 +178,8 @@ def test_pieces_cover_segments_in_order(against):
 def test_a_thousand_short_documents_have_no_states():
     segments = Segments((*range(1_000), 1_200), (999,))
     k = torch.randn(1_200, 1, 16, device=DEVICE)
-    states = triton_kernel.forward_states(k, k, torch.zeros(1, device=DEVICE), segments)
+    rates = find_rates(segments, (0.0,), None, k)
+    states = triton_kernel.forward_states(k, k, rates, segments)
     assert states.last.shape == (0, 1, 16, 16)
     assert len(states.chunks) == -(-201 // 48) - 1
 
@@ -203,8 +205,18 @@ def test_pieces_are_shorter_where_there_are_few(monkeypatch):
 def test_what_it_refuses(monkeypatch, dtype, size, reason):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     with FakeTensorMode():
-        refusal = triton_kernel.refuses(torch.empty(1, 3, 2, size, dtype=dtype, device="cuda"))
+        x = torch.empty(1, 3, 2, size, dtype=dtype, device="cuda")
+        refusal = triton_kernel.refuses(x, False)
     assert refusal is None if reason is None else reason in refusal
+
+
+def test_a_log_decay_takes_the_reference(monkeypatch):
+    x = torch.randn(1, 3, 2, 16)
+    monkeypatch.setattr(triton_kernel, "refuses_triton", lambda q: None)
+    monkeypatch.setattr(triton_kernel, "import_failure", lambda *_: None)
+    assert [kernels.pick("auto", x, chosen) for chosen in (False, True)] == ["triton", "reference"]
+    with pytest.raises(ValueError, match=r"triton: it computes slopes, and no log"):
+        lightning_attn_func(x, x, x, log_decay=-torch.rand(1, 3, 2), flash="triton")
 
 
 def test_cpus_take_the_reference():

@@ -9,7 +9,16 @@ import itertools
 import pytest
 import torch
 
-from bmt_burst import Cache, Chunks, Layout, Mask, SequenceParallel, alibi_slopes, simulate
+from bmt_burst import (
+    Cache,
+    Chunks,
+    Layout,
+    Mask,
+    SequenceParallel,
+    alibi_slopes,
+    lightning_attn_func,
+    simulate,
+)
 from bmt_burst.errors import RanksDisagree
 from bmt_burst.nn import BurstAttention, LightningAttention, rope_tables
 from tests import sala
@@ -65,11 +74,21 @@ def test_slopes_are_constants():
     assert still.kind.slopes == (0.0,) * 4
 
 
+def test_tokens_choose_decays_as_in_simple_gla():
+    layer = randomized(LightningAttention(32, 4, rotary=False, gate_logit_normalizer=16))
+    x, *_ = inputs()
+    heads = [layer.gk_proj.weight, layer.gk_proj.bias]
+    log_decay = torch.nn.functional.logsigmoid(torch.nn.functional.linear(x, *heads)) / 16
+    attended = lightning_attn_func(*layer.project_all(x, None, None)[:3], log_decay=log_decay)
+    assert layer(x).equal(layer.o_proj(layer.gate_heads(attended.flatten(2), x)))
+
+
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_layers_do_not_depend_on_the_ranks(size):
     mask, layout = Mask.documents(BORDERS), Layout.zigzag(50, size)
     for layer in (
         LightningAttention(32, 4),
+        LightningAttention(32, 4, gate_logit_normalizer=16),
         BurstAttention(32, 4, 2, rotary=False, output_gate=True),
     ):
         layer = randomized(layer)
@@ -105,13 +124,18 @@ def test_documents_in_a_row_are_those_alone():
             assert (packed[:, start:stop] - alone).abs().max() <= EXACT * alone.abs().max()
 
 
-def test_states_continue_a_whole_forward():
+@pytest.mark.parametrize("options", [{}, {"gate_logit_normalizer": 2.0}], ids=str)
+def test_states_continue_a_whole_forward(options):
     """In pieces, and token by token. Rows have states of their own."""
-    layer = randomized(LightningAttention(32, 4))
+    layer = randomized(LightningAttention(32, 4, **options))
     x, cos, sin = inputs(batch=3)
     whole, cache = layer(x, cos, sin), Cache(None, 1, 50)
     cuts = (0, 17, 18, 45, *range(46, 51))
-    pieces = [layer(x[:, a:b], cos[a:b], sin[a:b], cache) for a, b in itertools.pairwise(cuts)]
+    pieces, places = [], set()
+    for a, b in itertools.pairwise(cuts):
+        pieces.append(layer(x[:, a:b], cos[a:b], sin[a:b], cache))
+        places.add(cache._memories[0].states[-1].data_ptr())
+    assert len(places) == 1, "a CUDA graph needs one address"
     assert (torch.cat(pieces, 1) - whole).abs().max() <= EXACT * whole.abs().max()
     state = cache._memories[0].states[-1]
     assert state.shape == (3, 4, 8, 8) and state.dtype == torch.float64
@@ -153,6 +177,12 @@ def test_wrong_arguments_are_refused():
         (ValueError, "output_norm_eps must be positive", {"output_norm_eps": -1.0}),
         (TypeError, "output_gate must be", {"output_gate": 1}),
         (TypeError, "rotary must be", {"rotary": "no"}),
+        (ValueError, "gate_logit_normalizer must be positive", {"gate_logit_normalizer": 0}),
+        (
+            ValueError,
+            "expected slopes or gate_logit_normalizer, got both",
+            {"gate_logit_normalizer": 16, "slopes": torch.ones(4)},
+        ),
         (ValueError, r"slopes must be \(4,\)", {"slopes": torch.ones(3)}),
         (ValueError, "finite and at least 0, got -1.0 for head 0", {"slopes": -torch.ones(4)}),
         (TypeError, "slopes must be torch.float32", {"slopes": torch.ones(4).half()}),

@@ -17,7 +17,7 @@ from bmt_burst.extensions import find_kind
 from bmt_burst.lightning.memory import Lightning
 from bmt_burst.nn import find_part
 from bmt_burst.sparse import choose
-from tests.lightning import recurrence
+from tests.lightning import random_log_decay, recurrence
 from tests.test_chunks import on_ranks
 
 EXACT = 1e-10
@@ -36,13 +36,14 @@ KINDS = {
     "sparse": {"sparse": CHOICE},
     "sparse by other keys": {"sparse": InfLLMV2(8, 4, 2, 1, 16, 3, -1, True)},
     "lightning": None,
+    "lightning by tokens": None,
 }
 RANKS = (1, 2, 3, 4, 8)
 
 
 def make_tensors(name: str, batch: int = 1) -> dict[str, Tensor]:
     chance = torch.Generator().manual_seed(3)
-    groups = HEADS if name == "lightning" else GROUPS
+    groups = HEADS if KINDS[name] is None else GROUPS
     heads = {"q": HEADS, "k": groups, "v": groups, "dout": HEADS}
     if name == "sparse by other keys":
         heads |= {"by_q": HEADS, "by_k": groups}
@@ -50,6 +51,8 @@ def make_tensors(name: str, batch: int = 1) -> dict[str, Tensor]:
     made = {
         x: torch.randn(shape, dtype=torch.float64, generator=chance) for x, shape in shapes.items()
     }
+    if name == "lightning by tokens":
+        made["log_decay"] = random_log_decay(batch, TOKENS, HEADS)
     if name == "sinks and a soft cap":
         made["sinks"] = torch.randn(HEADS, dtype=torch.float64, generator=chance)
     return made
@@ -57,6 +60,8 @@ def make_tensors(name: str, batch: int = 1) -> dict[str, Tensor]:
 
 def make_kind(name: str, tensors: dict[str, Tensor]):
     """Return a kind, and a function of `cut` that returns what it takes besides q, k and v."""
+    if name == "lightning by tokens":
+        return Lightning(None), lambda cut: (cut(tensors["log_decay"]),)
     if name == "lightning":
         return Lightning(tuple(alibi_slopes(HEADS).tolist())), lambda cut: ()
     options = {x: y for x, y in KINDS[name].items() if x not in ("window", "sinks")}
@@ -68,14 +73,16 @@ def make_kind(name: str, tensors: dict[str, Tensor]):
 
 
 def compute_densely(name: str, tensors: dict[str, Tensor], mask: Mask) -> list[Tensor]:
-    """Return out and the gradients of q, k, v and sinks, by softmax or recurrence written out."""
-    leaves = {
-        x: tensors[x].clone().requires_grad_() for x in ("q", "k", "v", "sinks") if x in tensors
-    }
+    """Return out and the gradients of q, k, v and log_decay or sinks, by softmax or recurrence
+    written out.
+    """
+    names = ("q", "k", "v", "log_decay", "sinks")
+    leaves = {x: tensors[x].clone().requires_grad_() for x in names if x in tensors}
     q, k, v = (leaves[x] for x in "qkv")
-    if name == "lightning":
+    if KINDS[name] is None:
         borders = [{s.q[0] for s in mask.slices}] * len(q)
-        out = recurrence(q, k, v, alibi_slopes(HEADS), SIZE**-0.5, borders)
+        rates = leaves.get("log_decay", alibi_slopes(HEADS))
+        out = recurrence(q, k, v, rates, SIZE**-0.5, borders)
     else:
         seen = find_pairs(name, tensors, mask)
         k, v = (x.repeat_interleave(HEADS // GROUPS, 2) for x in (k, v))
@@ -107,10 +114,12 @@ def find_pairs(name: str, tensors: dict[str, Tensor], mask: Mask) -> Tensor:
 
 
 def differentiate(part, layer, kind, tensors, more, cut) -> list[Tensor]:
-    """Return out, dq, dk, dv and the share of the gradient of sinks of this rank's tokens."""
+    """Return out, dq, dk, dv and the gradient of log_decay, or the share of the gradient of sinks,
+    of this rank's tokens.
+    """
     qkv = [cut(tensors[x]).requires_grad_() for x in "qkv"]
     others = [*more(cut)]
-    if "sinks" in tensors:
+    if "sinks" in tensors or "log_decay" in tensors:
         others[0] = others[0].clone().requires_grad_()
     out = part.mix(layer, kind, *qkv, *others)
     leaves = qkv + [x for x in others if x is not None and x.requires_grad]
@@ -131,8 +140,9 @@ def in_chunks(sp, kind, tensors, more, mask):
     for chunk in chunks.backward():
         # a backward of its own, since autograd.grad in a chunk is one, too
         found.insert(0, differentiate(chunk, 0, kind, tensors, more, chunk.shard))
-    joined = [torch.cat(x, 1) for x in zip(*(each[:4] for each in found), strict=True)]
-    return chunks.layout, [*joined, *map(sum, zip(*(each[4:] for each in found), strict=True))]
+    count = 4 + ("log_decay" in tensors)
+    joined = [torch.cat(x, 1) for x in zip(*(each[:count] for each in found), strict=True)]
+    return chunks.layout, [*joined, *map(sum, zip(*(each[count:] for each in found), strict=True))]
 
 
 @pytest.mark.parametrize("borders", BORDERS)
@@ -146,7 +156,8 @@ def test_training_is_that_of_one_dense_process(compute, name, size, borders):
     results = on_ranks(size, lambda sp: compute(sp, kind, tensors, more, mask))
     layout = results[0][0]
     parts = [*zip(*(found for _, found in results), strict=True)]
-    got = [layout.unshard(part) for part in parts[:4]] + [sum(part) for part in parts[4:]]
+    count = 4 + ("log_decay" in tensors)
+    got = [layout.unshard(part) for part in parts[:count]] + [sum(part) for part in parts[count:]]
     for mine, exact in zip(got, expected, strict=True):
         assert (mine - exact).abs().max() < EXACT
 
@@ -229,6 +240,17 @@ KINDS_AND_TENSORS = {
         Lightning((0.1,) * HEADS),
         (torch.zeros(HEADS),),
         "lightning attention takes no tensors besides q, k and v, got 1 more",
+    ),
+    "no log_decay": (Lightning(None), (), "takes log_decay, for it has no slopes, besides q"),
+    "growing states": (
+        Lightning(None),
+        (torch.full((1, 16, HEADS), 0.5),),
+        "log_decay must be at most 0, got 0.5",
+    ),
+    "a log_decay of one head": (
+        Lightning(None),
+        (torch.zeros(1, 16, 1),),
+        r"log_decay must be \(1, 16, 4\), one for each token and head, got shape \(1, 16, 1\)",
     ),
     "a query to choose by": (
         find_kind(None, {"sparse": dataclasses.replace(CHOICE, use_nope=True)})[0],

@@ -19,6 +19,7 @@ from bmt_burst import IGNORE_INDEX, Cache, Chunks, Decoder, Layout, Mask, shift_
 from bmt_burst.fused.functions import RMSNorm, _Norm
 from bmt_burst.lightning import triton_kernel
 from bmt_burst.lightning.memory import StateMemory
+from bmt_burst.lightning.rates import ConstantRates
 from bmt_burst.lightning.segments import Edges, Segments, plan_states
 from bmt_burst.nn import find_part, rope_tables
 from bmt_burst.offload import Offload
@@ -577,7 +578,7 @@ def test_plans_count_what_the_lightning_kernel_allocates_and_moves(monkeypatch):
     tokens, moved = shape.rank_tokens, list[int]()
     segments = Segments((0, tokens // 2, tokens), (0, 1), (0, 1))
     x = torch.empty(tokens, shape.heads, shape.head_size, dtype=shape.dtype, device=META)
-    slopes = torch.empty(shape.heads, device=META)
+    rates = ConstantRates((), torch.empty(shape.heads, device=META))
     initial = torch.empty(2, shape.heads, shape.head_size, shape.head_size, device=META)
 
     def launch(name, pieces, inputs, **constants):
@@ -587,19 +588,19 @@ def test_plans_count_what_the_lightning_kernel_allocates_and_moves(monkeypatch):
         """Return the bytes without results, and the tensors of x's size that launches take."""
         moved.clear()
         with Ledger() as ledger:
-            ledger.ignore(x, slopes, initial)
+            ledger.ignore(x, rates.slopes, initial)
             results = run()
         tables = 1 << 14
         return (ledger.most - sum(y.nbytes for y in results)) // tables * tables, sum(moved)
 
     def forward():
-        states = triton_kernel.forward_states(x, x, slopes, segments)
-        return [triton_kernel.outputs(x, x, x, slopes, 1.0, segments, states, initial)]
+        states = triton_kernel.forward_states(x, x, rates, segments)
+        return [triton_kernel.outputs(x, x, x, rates, 1.0, segments, states, initial)]
 
     def backward():
-        states = triton_kernel.backward_states(x, x, slopes, 1.0, segments)
+        states = triton_kernel.backward_states(x, x, rates, 1.0, segments)
         final = torch.empty_like(states.last)
-        return triton_kernel.gradients(x, x, x, x, slopes, 1.0, segments, initial, states, final)
+        return triton_kernel.gradients(x, x, x, x, rates, 1.0, segments, initial, states, final)
 
     programs = SimpleNamespace(chain_states=defaultdict(lambda: lambda *inputs, **constants: None))
     monkeypatch.setattr(triton_kernel, "_launch", launch)

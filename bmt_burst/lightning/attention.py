@@ -33,8 +33,8 @@ from ..sequence.mask import Mask
 from ..sequence.rows import Layouts, Masks, Rows
 from ..transport import LANES
 from . import kernels
-from .plan import NAME, LightningPlan, PastStates, PlannedLightning, check_state, state_bytes
-from .rates import check_slopes, describe_slopes
+from .plan import NAME, LightningPlan, PastStates, PlannedLightning
+from .rates import Slopes, check_rates, describe_slopes
 from .segments import Edges, find_borders, plan_states
 
 CALL = f"a call of {NAME}"
@@ -63,6 +63,8 @@ _INSTEAD = {  # arguments of other functions, and what to write here
     "cache": "bmt_burst.nn.LightningAttention takes a cache: leave it out",
     **dict.fromkeys(("initial_state", "output_final_state"), _STATE),
     "g_gamma": "write slopes=-g_gamma",
+    "g": "write log_decay=g",
+    "gk": "a head has one decay a token: write log_decay, (B, S_local, H)",
 }
 
 
@@ -75,8 +77,9 @@ def lightning_attn_func(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    slopes: Tensor,
+    slopes: Tensor | None = None,
     *,
+    log_decay: Tensor | None = None,
     scale: float | None = None,
     mask: Masks | WholeSequence | None = None,
     layout: Layouts = "zigzag",
@@ -90,9 +93,10 @@ def lightning_attn_func(
 
         S = e^(-slope) S + k v^T,   out = scale * S^T q
 
-    This is the linear attention of MiniCPM-SALA (arXiv 2602.11761). Ranks send only states. States
-    are neither taken nor returned: `bmt_burst.nn.LightningAttention` continues them in
-    `bmt_burst.Chunks` and in a `bmt_burst.Cache`.
+    This is the linear attention of MiniCPM-SALA (arXiv 2602.11761). With log_decay in place of
+    -slope, each token chooses its decay, as in simple GLA and Mamba-2 (arXiv 2405.21060). Ranks
+    send only states. States are neither taken nor returned: `bmt_burst.nn.LightningAttention`
+    continues them in `bmt_burst.Chunks` and in a `bmt_burst.Cache`.
 
     Every rank of the group must call. [attention.md](attention.md#lightning-attention) has an
     example.
@@ -104,6 +108,10 @@ def lightning_attn_func(
             constants, such as `alibi_slopes(H)`. A state fades by e^(-slope) a token. On q's device
             or the CPU. Pass the same tensor in each call: the host waits for the values of a new
             tensor of a GPU.
+        log_decay: (B, S_local, H) fp32 (or fp64 for fp64 inputs), at most 0, on q's device, in
+            place of slopes. The state before a token decays by e^log_decay, and -inf empties it. A
+            positive value is refused on a CPU. On a GPU, where the host would have to wait for it,
+            it counts as NaN, which shows in later tokens of its document.
         scale: positive factor of out, by default 1 / sqrt(D).
         mask: causal documents of the whole sequence, such as Mask.documents(cu_seqlens), or one
             such mask for each row of the batch. By default a row is one document. Or the result
@@ -111,14 +119,14 @@ def lightning_attn_func(
         layout: the positions of each rank's tokens, as in burst_attn_func: "zigzag", "contiguous",
             "balanced", a `bmt_burst.Layout`, or one of these for each row of the batch. Each token
             costs the same, so all balance the work. "striped" is refused.
-        flash: the kernel: "auto" for the fastest that can compute the call, "triton", or
-            "reference".
+        flash: the kernel: "auto" for the fastest that can compute the call, "triton", which
+            refuses log_decay, or "reference".
         process_group: the ranks that share the sequence, as in burst_attn_func.
         double_group: (intra, inter) groups of a double ring, instead of `process_group`.
 
     Returns:
-        out (B, S_local, H, D), in the dtype of q or of autocast. It is differentiable once, in q, k
-        and v. Sums are fp32, or fp64 for fp64 inputs.
+        out (B, S_local, H, D), in the dtype of q or of autocast. It is differentiable once, in q,
+        k, v and log_decay. Sums are fp32, or fp64 for fp64 inputs.
 
     Raises:
         ValueError, TypeError: on every rank, if arguments are wrong on any rank or differ between
@@ -132,7 +140,7 @@ def lightning_attn_func(
         sequence, rings = find_sequence(rings, groups, mask, layout, causal=mask is None)
     except (TypeError, ValueError) as error:
         refuse_call(error, process_group, double_group, CALL, mask)
-    return attend_lightning(rings, sequence, q, k, v, slopes, scale, flash)
+    return attend_lightning(rings, sequence, q, k, v, slopes, scale, flash, None, log_decay)
 
 
 def attend_lightning(
@@ -141,10 +149,11 @@ def attend_lightning(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    slopes: Tensor | tuple[float, ...],
+    slopes: Tensor | Slopes,
     scale: float | None = None,
     flash: str = "auto",
     past: PastStates | None = None,
+    log_decay: Tensor | None = None,
 ) -> Tensor:
     """Return out (B, S, H, D) of a call that all ranks of `rings` make.
 
@@ -154,24 +163,25 @@ def attend_lightning(
     """
 
     def check() -> tuple[Terms, _Call]:
-        qkv, edges = (q, k, v), None if past is None else past.edges
-        check_once = functools.partial(_check_call, rings, sequence, qkv, scale, flash, edges)
-        if not all(isinstance(x, Tensor) for x in qkv) or q.dim() != 4:
+        given, edges = [q, k, v], None if past is None else past.edges
+        check_once = functools.partial(_check_call, rings, sequence, given, scale, flash, edges)
+        if not all(isinstance(x, Tensor) for x in given) or q.dim() != 4:
             check_once(())  # raises
-        check_transforms(NAME, *qkv)
-        if past is not None and any(past.edges.before):
-            check_state(q, past.initial)
-        values = slopes if isinstance(slopes, tuple) else check_slopes(slopes, q)
+        if isinstance(log_decay, Tensor):
+            given.append(log_decay)
+        check_transforms(NAME, *given)
+        values = slopes if isinstance(slopes, tuple) else check_rates(slopes, log_decay, q)
         # calls are kept by everything that checks depend on
         options = values, type(scale), scale, flash, edges, is_recomputing()
-        call = find_request(rings, sequence, options, qkv, functools.partial(check_once, values))
+        call = find_request(rings, sequence, options, given, functools.partial(check_once, values))
         return call.terms, call
 
     def run(call: _Call, lines: tuple[bytes, ...]) -> Tensor:
         plan = find_plan(rings, call.terms, lines, functools.partial(_make_plan, rings, call))
         tensors = (make_dense(x.flatten(0, 1)) for x in call.form.prepare(q, k, v))
+        flat = log_decay if log_decay is None else log_decay.flatten(0, 1)
         compute: Callable[..., Tensor] = PlannedLightning.apply
-        return compute(*tensors, rings, plan, rings.history.calls, past).view(q.shape)
+        return compute(*tensors, flat, rings, plan, rings.history.calls, past).view(q.shape)
 
     with on_device(q), without_policies():
         return run_agreed(rings, CALL, check, run, counts=True)
@@ -182,7 +192,7 @@ class _Call(NamedTuple):
 
     terms: Terms
     form: Form
-    slopes: tuple[float, ...]
+    slopes: Slopes
     scale: float
     rows: Rows
     kernel: str
@@ -194,26 +204,27 @@ class _Call(NamedTuple):
 def _check_call(
     rings: Rings,
     sequence: WholeSequence,
-    qkv: tuple[Tensor, Tensor, Tensor],
+    given: Sequence[Tensor],
     scale: float | None,
     flash: str,
     edges: Edges | None,
-    slopes: tuple[float, ...],
+    slopes: Slopes,
 ) -> _Call:
+    qkv = given[0], given[1], given[2]
     form = check_inputs(*qkv, None, is_packed=False)
     _check_shapes(*qkv)
     q, k, _ = form.prepare(*qkv)
     check_device(rings, q)
-    if len(slopes) != q.shape[2]:
+    if slopes is not None and len(slopes) != q.shape[2]:
         raise ValueError(f"expected {q.shape[2]} slopes, one for each head, got {len(slopes)}")
     scale = form.head_size**-0.5 if scale is None else as_positive("scale", scale)
     rows = sequence.find_rows(len(q), rings.size)
     _check_layouts(sequence)
     if rows.mask is not None:
         find_borders(rows.mask)
-    kernel = kernels.pick(flash, q)
+    kernel = kernels.pick(flash, q, slopes is None)
     edges = edges and edges.expand(len(q))
-    recorded = torch.is_grad_enabled() and any(x.requires_grad for x in qkv)
+    recorded = torch.is_grad_enabled() and any(x.requires_grad for x in given)
     terms = {
         **describe_inputs(form, q, k, None),
         "slopes": describe_slopes(slopes),
@@ -269,11 +280,12 @@ def _make_plan(rings: Rings, call: _Call, everyone: Sequence[dict[str, Any]]) ->
             mask, layout = Mask.stacked([mask] * batch), Stacked([layout] * batch)
         borders = find_borders(mask)
         states = plan_states(layout, borders, rings.rank, rings.inner.size, call.edges)
-    dtype = accumulator_dtype(call.like.dtype)
-    like = torch.empty(1, heads, size, size, dtype=dtype, device="meta")
+    # a state as it is sent, see TokenRates
+    nbytes = heads * (size * size + (call.slopes is None))
+    nbytes *= accumulator_dtype(call.like.dtype).itemsize
     # at once for all chunks, since all ranks stop whenever this memory grows
     most = states.total if call.edges else max(states.forward.most, states.backward.most)
-    rings.reserve({**dict.fromkeys(LANES, 0), "visit": most * state_bytes(like)}, call.device)
+    rings.reserve({**dict.fromkeys(LANES, 0), "visit": most * nbytes}, call.device)
     # other kernels need tokens
     kernel = call.kernel if len(states.segments.cuts) > 1 else "reference"
     return LightningPlan(states, kernels.load(kernel), call.slopes, call.scale)

@@ -18,10 +18,14 @@ such a result once.
 
 Tokens are flat: T tokens of this rank, at least 1, the rows of the batch one after the other. q, k,
 v and dout are (T, H, D) in one dtype, and the last dimension is contiguous. So are results, which
-are contiguous. slopes (H,) and states (N, H, D, D) are wide: fp32, or fp64 for fp64 inputs. N may
-be 0. States have first the entries of k or q, then those of v or dout. For any finite slope from 0
-on all numbers are finite, so no exponent is positive. Two runs return the same bits. A segment's
+are contiguous. States (N, H, D, D) are wide: fp32, or fp64 for fp64 inputs. N may be 0. They have
+first the entries of k or q, then those of v or dout. Two runs return the same bits. A segment's
 first chunk begins with 0, so a thousand short segments need no memory for states.
+
+`rates` say how states decay (`rates.py`). ConstantRates have `slopes` (H,) wide. TokenRates have
+`log_decay` (T, H) wide, and `gradients` fills their `gradient` unless it is None. A kernel may
+refuse them. For any slopes from 0 on, and any log_decay up to 0, all numbers are finite, so no
+exponent is positive, and nothing is divided by a decay.
 
 To add a kernel, write a module with these functions, and name it in `_MODULES`.
 """
@@ -36,10 +40,12 @@ _MODULES = Modules(__package__, {"triton": "triton_kernel", "reference": "refere
 load, names = _MODULES.load, _MODULES.names
 
 
-def pick(name: str, q: Tensor) -> str:
+def pick(name: str, q: Tensor, tokens_choose: bool = False) -> str:
     """Return the name of the kernel that `name` asks for: itself, or for "auto" the fastest.
+
+    tokens_choose  whether each token has a log_decay
 
     Raises ValueError for an unknown name, and for a kernel that cannot compute with tensors like q
     (B, S, H, D). Raises TypeError for anything but a string.
     """
-    return _MODULES.pick(name, q, lambda kernel: kernel.refuses(q), {})
+    return _MODULES.pick(name, q, lambda kernel: kernel.refuses(q, tokens_choose), {})

@@ -12,6 +12,7 @@ Letters: B batch, S new tokens, H heads, D head size.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -19,8 +20,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..base.autocast import without_autocast
-from ..base.compiled import not_compiled
 from ..base.dtypes import accumulator_dtype
 from ..base.kept import find_difference
 from ..memories.new_tokens import NewTokens
@@ -28,27 +27,31 @@ from ..memories.protocol import Kind, Memory, Room, Turn, check_alike, select_ro
 from ..ranks.sequence_parallel import WholeSequence
 from . import kernels
 from .attention import attend_lightning
-from .plan import PastStates, check_state
-from .rates import decay, send_slopes
+from .plan import PastStates
+from .rates import Slopes, check_rates, find_rates, widen
 from .segments import Segments, cut_documents
 
 
 @dataclass(frozen=True)
 class Lightning:
-    """Lightning attention of heads with these slopes, see lightning_attn_func."""
+    """Lightning attention of heads with these slopes, see lightning_attn_func. None: layers pass
+    log_decay besides q, k and v.
+    """
 
-    slopes: tuple[float, ...]
+    slopes: Slopes
     scale: float | None = None
     flash: str = "auto"
     name: ClassVar[str] = "lightning attention"
 
     def attend(self, part: Any, q: Tensor, k: Tensor, v: Tensor, *tensors: Any) -> Tensor:
-        return attend_lightning(part.sp.rings, part, q, k, v, self.slopes, self.scale, self.flash)
+        constants = self.slopes, self.scale, self.flash
+        return attend_lightning(part.sp.rings, part, q, k, v, *constants, None, *tensors)
 
     def check_tensors(self, tensors: Sequence[Any]) -> None:
-        if tensors:
+        if len(tensors) != (self.slopes is None):
+            expected = "log_decay, for it has no slopes," if self.slopes is None else "no tensors"
             raise ValueError(
-                f"{self.name} takes no tensors besides q, k and v, got {len(tensors)} more"
+                f"{self.name} takes {expected} besides q, k and v, got {len(tensors)} more"
             )
 
     def memory(self, room: Room, q: Tensor, k: Tensor, v: Tensor, *tensors: Any) -> StateMemory:
@@ -76,19 +79,21 @@ class StateMemory(Memory):
         self.keeps = False  # whether states stay for the second run of chunks
 
     @functools.cached_property
-    def _fades(self) -> Tensor:
-        """The decay over one token, (H, 1, 1) on the layer's device."""
+    def _decay(self) -> Tensor:
+        """The decay of slopes over one token, (H, 1, 1) on the layer's device."""
         slopes = torch.tensor(self.kind.slopes, dtype=accumulator_dtype(self.like.dtype))
         return torch.exp(-slopes).view(-1, 1, 1).to(self.like.device)
 
     def check(self, kind: Kind, q: Tensor, k: Tensor, v: Tensor, *tensors: Any) -> None:
-        layer = self.room.layer
         if not isinstance(kind, Lightning) or kind != self.kind:
             raise ValueError(
-                f"expected {self.kind} in layer {layer}, as in its earlier calls, got {kind}"
+                f"expected {self.kind} in layer {self.room.layer}, as in its earlier calls, got "
+                f"{kind}"
             )
         for name, x in (("q", q), ("k", k), ("v", v)):
-            check_alike(layer, name, x, self.rows, self.like)
+            check_alike(self.room.layer, name, x, self.rows, self.like)
+        for log_decay in tensors:
+            check_rates(None, log_decay, q)
 
     def keep(
         self, turn: Turn, q: Tensor, k: Tensor, v: Tensor, *tensors: Any
@@ -105,7 +110,7 @@ class StateMemory(Memory):
         mask = masks if len(masks) > 1 else masks[0]
         sequence = WholeSequence.local(mask, chunks.layouts[turn.number])
         constants = self.kind.slopes, self.kind.scale, self.kind.flash
-        given = self.room.sp.rings, sequence, q, k, v, *constants, self.past
+        given = self.room.sp.rings, sequence, q, k, v, *constants, self.past, *tensors
         return functools.partial(attend_lightning, *given)
 
     @torch.no_grad()
@@ -126,19 +131,37 @@ class StateMemory(Memory):
             self.difference = find_difference(found, kept, self.like.dtype)
         del self.states[number + 1 :]
 
-    @torch.no_grad()
     def attend(self, new: NewTokens, q: Tensor, k: Tensor, v: Tensor, *tensors: Any) -> Tensor:
-        kind, state, size = self.kind, self.states[-1], q.shape[3]
-        scale = size**-0.5 if kind.scale is None else kind.scale
+        state, size = self.states[-1], q.shape[3]
+        scale = size**-0.5 if self.kind.scale is None else self.kind.scale
         if state is None or q.shape[1] > 1:
-            found = continue_state(q, k, v, kind.slopes, scale, state, kind.flash)
-            out, self.states[-1] = found
-            return out
+            return self._continue(scale, q, k, v, *tensors)
         # one token: a few operators, which a CUDA graph holds
         queries, keys, values = (x.squeeze(1).to(state.dtype) for x in (q, k, v))
-        state.mul_(self._fades).addcmul_(keys.unsqueeze(-1), values.unsqueeze(-2))
-        out = (queries.unsqueeze(-2) @ state).transpose(1, 2) * scale
-        return out.to(q.dtype)
+        decay = widen(tensors[0], state.dtype).exp().mT.unsqueeze(3) if tensors else self._decay
+        state.mul_(decay).addcmul_(keys.unsqueeze(-1), values.unsqueeze(-2))
+        return ((queries.unsqueeze(-2) @ state).transpose(1, 2) * scale).to(q.dtype)
+
+    def _continue(
+        self, scale: float, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None = None
+    ) -> Tensor:
+        """Attend as `attend` does, for any number of tokens. A state is changed in place."""
+        state, slopes = self.states[-1], self.kind.slopes
+        segments = _make_segments(*q.shape[:2], state is not None)
+        kernel = kernels.load(kernels.pick(self.kind.flash, q, slopes is None))
+        flat_q, flat_k, flat_v = (x.flatten(0, 1).contiguous() for x in (q, k, v))
+        rates = find_rates(segments, slopes, log_decay, q)
+        states = kernel.forward_states(flat_k, flat_v, rates, segments)
+        initial = states.last[:0] if state is None else state.contiguous()
+        out: Tensor = kernel.outputs(
+            flat_q, flat_k, flat_v, rates, scale, segments, states, initial
+        )
+        if state is None:
+            self.states[-1] = states.last
+        else:
+            decays = [rates.over(*span) for span in itertools.pairwise(segments.cuts)]
+            state.mul_(torch.stack(decays)).add_(states.last)
+        return out.view(q.shape)
 
     def refuses_crop(self) -> str | None:
         return "the state of lightning attention is a sum, and the tokens in it are not kept"
@@ -148,43 +171,6 @@ class StateMemory(Memory):
         if before is not None:
             self.states[-1] = select_rows(before, rows)
         return self.states[-1] is before
-
-
-@not_compiled
-@torch.no_grad()
-def continue_state(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    slopes: tuple[float, ...],
-    scale: float,
-    state: Tensor | None,
-    flash: str = "auto",
-) -> tuple[Tensor, Tensor]:
-    """Return the lightning attention (R, S, H, D) of new tokens, and each row's state after them,
-    (R, H, D, D). A given state, that before them, is changed in place. There is no gradient.
-
-    Raises ValueError for no tokens, a state of another shape, dtype or device, or a kernel that
-    cannot compute with q.
-    """
-    rows, tokens = q.shape[:2]
-    if tokens < 1:
-        raise ValueError("expected one or more new tokens, got none")
-    if state is not None:
-        check_state(q, state)
-    segments = _make_segments(rows, tokens, state is not None)
-    kernel = kernels.load(kernels.pick(flash, q))
-    flat_q, flat_k, flat_v = (x.flatten(0, 1).contiguous() for x in (q, k, v))
-    # kernels rely on q's GPU being the current one
-    with torch.cuda.device_of(q), without_autocast(q):
-        sent = send_slopes(segments, slopes, q)
-        states = kernel.forward_states(flat_k, flat_v, sent, segments)
-        initial = states.last[:0] if state is None else state.contiguous()
-        out = kernel.outputs(flat_q, flat_k, flat_v, sent, scale, segments, states, initial)
-        if state is None:
-            return out.view(q.shape), states.last
-        faded = decay(sent, torch.full((1, 1), tokens, device=q.device))
-        return out.view(q.shape), state.mul_(faded).add_(states.last)
 
 
 @functools.lru_cache(maxsize=64)  # kernels keep what they prepare for segments

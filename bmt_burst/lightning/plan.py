@@ -3,7 +3,7 @@
 Ranks send the last states of their runs, and add up those they take. With U_j the last state of run
 j if it began with 0, the state before run r is
 
-    C_r = sum of e^(-slope * tokens from the end of j to the start of r) U_j
+    C_r = sum of U_j, decayed from the end of j to the start of r
 
 over the earlier runs j of its document. Gradients of states are added up in the same way, from the
 end of the sequence. A sum has a fixed order, so results are bitwise equal between runs, and the
@@ -14,7 +14,6 @@ Letters: T tokens of this rank, R rows, H heads, D head size, N states.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,15 +25,13 @@ from torch import Tensor
 
 from ..base.autocast import without_autocast
 from ..base.compiled import not_compiled
-from ..base.dtypes import accumulator_dtype
 from ..base.kept import find_kept
-from ..base.streams import send_to_device
 from ..calls.autograd import begin_backward
-from ..kernels.packed import make_dense, prepare_once
+from ..kernels.packed import make_dense
 from ..ranks.agreement import Terms, run_agreed
 from ..ranks.rings import Rings
 from ..transport import Arrival, Put, Transport
-from .rates import decay, send_slopes
+from .rates import Rates, Slopes, find_rates
 from .segments import Edges, Hop, StatePlan
 
 NAME = "lightning_attn_func"
@@ -68,78 +65,38 @@ class LightningPlan:
 
     states: StatePlan
     kernel: ModuleType  # see `kernels.py`
-    slopes: tuple[float, ...]
+    slopes: Slopes
     scale: float
     prepared: dict[Any, Any] = field(default_factory=dict, repr=False)
 
-    def take_initial(self, rings: Rings, last: Tensor, past: PastStates | None) -> Tensor:
-        """Return the states (N, H, D, D) before segments, from those after. Write `past.final`."""
-        if not self.states.forward.is_any:
-            return last
-
-        def exchange() -> Tensor:
-            entering = past.initial if past else None
-            initial, final = self._exchange(rings, "forward", last, entering)
-            if past is not None:
-                past.final = final
-            return initial
-
-        if rings.size == 1:  # nothing is sent
-            return exchange()
-        # a recomputation takes the states of the first run
-        return find_kept(exchange, "lightning attention exchanges its states")
-
-    def take_final(self, rings: Rings, first: Tensor, past: PastStates | None) -> Tensor:
-        """Return the gradients of the states after segments, from those of the states before them,
-        (N, H, D, D). Write `past.dinitial`.
-        """
-        if not self.states.backward.is_any:
-            return first
-        entering = past.dfinal if past else None
-        final, dinitial = self._exchange(rings, "backward", first, entering)
-        if past is not None:
-            past.dinitial = dinitial
-        return final
-
-    def _exchange(
-        self, rings: Rings, direction: str, own: Tensor, edge: Tensor | None
+    def exchange(
+        self, rings: Rings, direction: str, rates: Rates, own: Tensor, edge: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the states that this rank takes in a direction, and those that leave the rows.
-        `own` are the states of its segments, `edge` those that enter the rows.
+        """Return the states (N, H, D, D) that this rank takes in a direction, "forward" or
+        "backward", and those that leave the rows (R, H, D, D), or None.
+
+        own   the states of its segments. Gradients of states are the states of a backward
+        edge  the states that enter the rows. None: they are 0
         """
-        plan, step = self.states.forward, 1
+        segments = self.states.segments
+        plan, step, sources = self.states.forward, 1, segments.leaves
         if direction == "backward":  # it numbers runs from the end of the sequence
-            plan, step = self.states.backward, -1
-
-        def make() -> Tensor:
-            """Return the decay of each state that is added up: (N, H, 1, 1)."""
-            slopes = torch.tensor(self.slopes, dtype=torch.float64)
-            tokens = torch.tensor([faded.tokens for faded in itertools.chain(*plan.sums)])
-            weights = decay(slopes, tokens.long()).mT[..., None, None]
-            return send_to_device(weights.to(own.dtype), own.device)
-
-        weights = prepare_once(self, (direction, own.dtype), own.device, make)
-
-        def take(state: Tensor | None) -> Tensor:
-            return own.new_zeros(own.shape[1:]) if state is None else state
-
-        states = dict(zip(plan.own, own.unbind()[::step], strict=True))
-        states |= _cross(rings.outer, plan.across, states, own)
-        with _deliver(rings.inner, plan.within, plan.most, states, own) as received:
+            plan, step, sources = self.states.backward, -1, segments.opens
+        zero = own.new_zeros(1, *own.shape[1:]) if plan.entering or plan.leaving else own
+        packed = rates.pack(own, sources, segments.cuts)
+        edges = [zero] * self.states.rows if edge is None else edge.split(1)
+        states = dict(zip(plan.own, packed.unbind()[::step], strict=True))
+        states |= _cross(rings.outer, plan.across, states, packed)
+        with _deliver(rings.inner, plan.within, plan.most, states, packed) as received:
             states |= received
-            states |= {~row: take(None if edge is None else edge[row]) for row in plan.entering}
-            parts = weights.split([len(faded) for faded in plan.sums])
-            found = [
-                torch.stack([states[run] for run, _ in faded]).mul_(part).sum(0)
-                for faded, part in zip(plan.sums, parts, strict=True)
-            ]
+            states |= {~row: rates.pack(edges[row])[0] for row in plan.entering}
+            found = rates.add_up(direction, plan.sums, states)
         count = len(found) - len(plan.leaving)
         taken = torch.stack(found[:count][::step]) if count else own.new_empty(0, *own.shape[1:])
         if not plan.leaving:
             return taken, None
         leaving = dict(zip(plan.leaving, found[count:], strict=True))
-        rows = range(self.states.rows)
-        return taken, torch.stack([take(leaving.get(row)) for row in rows])
+        return taken, torch.stack([leaving.get(row, zero[0]) for row in range(self.states.rows)])
 
 
 def _cross(
@@ -161,7 +118,7 @@ def _deliver(
     if not most:
         yield {}
         return
-    nbytes = state_bytes(like)
+    nbytes = like.shape[1:].numel() * like.element_size()
     puts = [Put(held[run], peer, place * nbytes) for run, peer, place in hop.sends]
     arrivals = [Arrival(peer, place * nbytes, nbytes) for _, peer, place in hop.receives]
     delivery = ring.deliver("visit", len(arrivals) * nbytes, puts, arrivals, like.device)
@@ -173,25 +130,10 @@ def _deliver(
         delivery.release()
 
 
-def check_state(q: Tensor, state: Tensor | None) -> None:
-    """Raise ValueError unless q (B, S, H, D) can continue `state`, (B, H, D, D)."""
-    batch, _, heads, size = q.shape
-    expected = f"{(batch, heads, size, size)} in {accumulator_dtype(q.dtype)} on {q.device}"
-    found = "none" if state is None else f"{tuple(state.shape)} in {state.dtype} on {state.device}"
-    if found != expected:
-        raise ValueError(
-            f"expected states {expected} to continue, got {found}: continue with the same rows, "
-            "dtype and device, or begin with other states"
-        )
-
-
-def state_bytes(like: Tensor) -> int:
-    """Return the bytes of one of the states (N, H, D, D)."""
-    return like.shape[1:].numel() * like.element_size()
-
-
 class PlannedLightning(torch.autograd.Function):
-    """Lightning attention of one rank by its plan: (T, H, D), differentiable once in q, k and v."""
+    """Lightning attention of one rank by its plan: (T, H, D), differentiable once in q, k,
+    v and log_decay (T, H).
+    """
 
     @staticmethod
     def forward(
@@ -199,6 +141,7 @@ class PlannedLightning(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        log_decay: Tensor | None,
         rings: Rings,
         plan: LightningPlan,
         number: int,
@@ -206,12 +149,25 @@ class PlannedLightning(torch.autograd.Function):
     ) -> Tensor:
         """Return out of the call with this number. It continues the states of a `past`."""
         segments, kernel = plan.states.segments, plan.kernel
-        slopes = send_slopes(plan, plan.slopes, q)
         with without_autocast(q):
-            states = kernel.forward_states(k, v, slopes, segments)
-            initial = plan.take_initial(rings, states.last, past)
-            out: Tensor = kernel.outputs(q, k, v, slopes, plan.scale, segments, states, initial)
-        ctx.save_for_backward(q, k, v, initial)
+            rates = find_rates(plan, plan.slopes, log_decay, q)
+            states = kernel.forward_states(k, v, rates, segments)
+
+            def exchange() -> Tensor:
+                entering = past.initial if past else None
+                initial, final = plan.exchange(rings, "forward", rates, states.last, entering)
+                if past is not None:
+                    past.final = final
+                return initial
+
+            if not plan.states.forward.is_any:
+                initial = states.last
+            elif rings.size == 1:  # nothing is sent
+                initial = exchange()
+            else:  # a recomputation takes the states of the first run
+                initial = find_kept(exchange, "lightning attention exchanges its states")
+            out: Tensor = kernel.outputs(q, k, v, rates, plan.scale, segments, states, initial)
+        ctx.save_for_backward(q, k, v, initial, log_decay)
         ctx.rings, ctx.plan, ctx.number = rings, plan, number
         ctx.past, ctx.has_past = past, past is not None
         return out
@@ -228,18 +184,23 @@ class PlannedLightning(torch.autograd.Function):
         def begin() -> tuple[Terms, tuple[Tensor, ...]]:
             return Terms(doing), begin_backward(ctx, NAME, dout)
 
-        def compute(saved: tuple[Tensor, ...], _: Any) -> tuple[Tensor, ...]:
-            q, k, v, initial = saved
+        def compute(saved: tuple[Tensor, ...], _: Any) -> tuple[Tensor | None, ...]:
+            q, k, v, initial, log_decay = saved
             with without_autocast(dout):
                 segments, kernel, scale = plan.states.segments, plan.kernel, plan.scale
-                slopes = send_slopes(plan, plan.slopes, q)
+                rates = find_rates(plan, plan.slopes, log_decay, q, ctx.needs_input_grad[3])
                 dense = make_dense(dout)
-                states = kernel.backward_states(q, dense, slopes, scale, segments)
-                dfinal = plan.take_final(rings, states.last, past)
+                states = kernel.backward_states(q, dense, rates, scale, segments)
+                dfinal = states.last
+                if plan.states.backward.is_any:
+                    entering = past.dfinal if past else None
+                    dfinal, dinitial = plan.exchange(rings, "backward", rates, dfinal, entering)
+                    if past is not None:
+                        past.dinitial = dinitial
                 grads: tuple[Tensor, ...] = kernel.gradients(
-                    q, k, v, dense, slopes, scale, segments, initial, states, dfinal
+                    q, k, v, dense, rates, scale, segments, initial, states, dfinal
                 )
-            return grads
+            return *grads, rates.gradient
 
         grads = run_agreed(rings, doing, begin, compute)
         ctx.past = None  # a loss that is still held would hold all states

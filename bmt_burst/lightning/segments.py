@@ -99,14 +99,6 @@ class StateExchange:
     entering: tuple[int, ...] = ()
     leaving: tuple[int, ...] = ()
 
-    def __str__(self) -> str:
-        hops = "; ".join(
-            f"{ring}: sends {_format(hop.sends)}, receives {_format(hop.receives)}"
-            for ring, hop in (("between hosts", self.across), ("within the host", self.within))
-            if hop.sends or hop.receives
-        )
-        return f"adds {len(self.sums)} states, {hops or 'sends and receives nothing'}"
-
 
 @dataclass(frozen=True)
 class StatePlan:
@@ -127,14 +119,16 @@ class StatePlan:
     def __str__(self) -> str:
         runs = ", ".join(f"{run.start} to {run.stop - 1}" for run in self.runs)
         segments = self.segments
-        return "\n".join(
-            (
-                f"rank {self.rank}: positions {runs}, {len(segments.cuts) - 1} segments, "
-                f"{len(segments.opens)} open, {len(segments.leaves)} leave a state",
-                f"  forward {self.forward}",
-                f"  backward {self.backward}",
+        lines = [
+            f"rank {self.rank}: positions {runs}, {len(segments.cuts) - 1} segments, "
+            f"{len(segments.opens)} open, {len(segments.leaves)} leave a state"
+        ]
+        for name, x in (("forward", self.forward), ("backward", self.backward)):
+            lines.append(
+                f"  {name} adds {len(x.sums)} states, sends {len(x.within.sends)} within the host "
+                f"and {len(x.across.sends)} between hosts"
             )
-        )
+        return "\n".join(lines)
 
 
 @functools.lru_cache(maxsize=64)  # each call needs them, and a mask may have thousands of slices
@@ -357,10 +351,3 @@ def _plan_hops(
         tuple(Message(run, owners[run] % inner, at) for at, run in enumerate(find_within(rank))),
     )
     return across, within, max(len(find_within(to)) for to in range(size))
-
-
-def _format(messages: Sequence[Message]) -> str:
-    by_peer: dict[int, int] = {}
-    for _, peer, _ in messages:
-        by_peer[peer] = by_peer.get(peer, 0) + 1
-    return ", ".join(f"{n} with rank {peer}" for peer, n in by_peer.items()) or "nothing"

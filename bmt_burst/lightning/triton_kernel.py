@@ -32,6 +32,7 @@ from ..base.streams import send_to_device
 from ..kernels import import_failure
 from ..kernels.packed import prepare_once
 from ..kernels.triton import LaunchShape, padded_width, precision, refuses_triton
+from .rates import ConstantRates
 from .reference import States
 from .segments import Segments
 
@@ -74,8 +75,10 @@ class Pieces(NamedTuple):
     last: Tensor
 
 
-def refuses(q: Tensor) -> str | None:
+def refuses(q: Tensor, tokens_choose: bool) -> str | None:
     """Return why the kernel cannot compute with tensors like q (..., D), or None if it can."""
+    if tokens_choose:
+        return "it computes slopes, and no log_decay"
     if reason := refuses_triton(q):
         return reason
     most = 128 if q.dtype == torch.float32 else 256
@@ -85,7 +88,7 @@ def refuses(q: Tensor) -> str | None:
 
 
 def forward_states(
-    k: Tensor, v: Tensor, slopes: Tensor, segments: Segments, against: bool = False
+    k: Tensor, v: Tensor, rates: ConstantRates, segments: Segments, against: bool = False
 ) -> States:
     """Return the states after `segments.leaves` and, in `chunks` (slots, H, D, D) fp32, those that
     pieces begin with. `against` time, chunks lack the factor `scale`.
@@ -95,18 +98,18 @@ def forward_states(
     slots, chains = len(pieces.spans), len(pieces.chains)
     states = k.new_empty(slots, heads, size, size, dtype=torch.float32)
     if slots:
-        inputs = k, v, k.stride(), v.stride(), slopes, pieces.spans, states
+        inputs = k, v, k.stride(), v.stride(), rates.slopes, pieces.spans, states
         _launch("sum_pieces", slots, inputs, AGAINST=int(against))
     if chains:
         programs = chains * heads * -(-size * size // _CHAINED)
-        tables = slopes, pieces.spans, pieces.chains
+        tables = rates.slopes, pieces.spans, pieces.chains
         constants = {"SIZE": size * size, "BLOCK": _CHAINED, "enable_fp_fusion": True}
         _load_programs().chain_states[programs,](*tables, states, heads, **constants)
     return States(states.index_select(0, pieces.last), states)
 
 
 def outputs(
-    q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, scale: float,
+    q: Tensor, k: Tensor, v: Tensor, rates: ConstantRates, scale: float,
     segments: Segments, states: States, initial: Tensor, transposed: bool = False,
 ) -> Tensor:  # fmt: skip
     """Return out (T, H, D). The segments `segments.opens` begin with `initial`.
@@ -116,21 +119,21 @@ def outputs(
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     pieces = _prepare(segments, q, against=False).pieces
     strides = [x.stride() for x in (q, k, v, out)]
-    inputs = q, k, v, out, *strides, slopes, pieces, states.chunks, initial, scale
+    inputs = q, k, v, out, *strides, rates.slopes, pieces, states.chunks, initial, scale
     _launch("attend", len(pieces), inputs, TRANSPOSED=transposed)
     return out
 
 
 def backward_states(
-    q: Tensor, dout: Tensor, slopes: Tensor, scale: float, segments: Segments
+    q: Tensor, dout: Tensor, rates: ConstantRates, scale: float, segments: Segments
 ) -> States:
     """Return the gradients of the states after pieces, and before `segments.opens`."""
-    states = forward_states(q, dout, slopes, segments, against=True)
+    states = forward_states(q, dout, rates, segments, against=True)
     return states._replace(last=states.last * scale)
 
 
 def gradients(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, slopes: Tensor, scale: float,
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, rates: ConstantRates, scale: float,
     segments: Segments, initial: Tensor, gradient_states: States, dfinal: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return dq, dk and dv (T, H, D). States after `segments.leaves` have gradients `dfinal`."""
@@ -138,10 +141,10 @@ def gradients(
     strides = [x.stride() for x in (q, k, v, dout, dk)]
     pieces = _prepare(segments, q, against=True).pieces
     states = gradient_states.chunks, dfinal / scale
-    inputs = q, k, v, dout, dk, dv, *strides, slopes, pieces, *states, scale
+    inputs = q, k, v, dout, dk, dv, *strides, rates.slopes, pieces, *states, scale
     _launch("attend_back", 2 * len(pieces), inputs)
-    before = forward_states(k, v, slopes, segments)
-    dq = outputs(dout, v, k, slopes, scale, segments, before, initial, transposed=True)
+    before = forward_states(k, v, rates, segments)
+    dq = outputs(dout, v, k, rates, scale, segments, before, initial, transposed=True)
     return dq, dk, dv
 
 

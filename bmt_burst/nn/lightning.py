@@ -5,14 +5,18 @@ Letters: B batch, S tokens of this rank, H heads, D head size, E model width.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from collections.abc import Sequence
 
-from ..base.arguments import check_tensor
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ..base.arguments import as_positive, check_tensor
+from ..base.dtypes import accumulator_dtype
 from ..lightning.memory import Lightning
-from ..lightning.rates import alibi_slopes, check_slopes
+from ..lightning.rates import alibi_slopes, check_rates
 from ..ranks.sequence_parallel import SequenceParallel
-from .heads import SelfAttention
+from .heads import Heads, SelfAttention
 
 
 class LightningAttention(SelfAttention):
@@ -32,6 +36,10 @@ class LightningAttention(SelfAttention):
     output_gate      whether there is `z_proj`
     slopes           (H,) fp32 or fp64, finite and at least 0, see lightning_attn_func. By default
                      alibi_slopes(H). They are constants, and no part of the layer's state_dict.
+    gate_logit_normalizer
+                     if given, each token chooses its decay instead, as in simple GLA of
+                     flash-linear-attention: log_decay is logsigmoid(gk_proj(x)) divided by this
+                     number, 16 there. `gk_proj` (E to H) has a bias. It excludes slopes.
 
     hidden_size, head_dim, layer and rotary are BurstAttention's.
 
@@ -39,11 +47,12 @@ class LightningAttention(SelfAttention):
     MiniCPM-SALA (arXiv 2602.11761) and its released code.
 
     Raises ValueError if num_heads does not divide hidden_size and head_dim is not given, head_dim
-    is odd or below 2, an eps is not positive and finite, or slopes are wrong. Raises TypeError for
-    arguments of a wrong type.
+    is odd or below 2, an eps or gate_logit_normalizer is not positive and finite, or slopes are
+    wrong. Raises TypeError for arguments of a wrong type.
     """
 
     gate_name = "z_proj"
+    kind: Lightning
 
     def __init__(
         self,
@@ -59,6 +68,7 @@ class LightningAttention(SelfAttention):
         output_gate: bool = True,
         rotary: bool = True,
         slopes: Tensor | None = None,
+        gate_logit_normalizer: float | None = None,
     ):
         super().__init__(
             hidden_size,
@@ -72,8 +82,27 @@ class LightningAttention(SelfAttention):
             output_gate=output_gate,
             rotary=rotary,
         )
+        scale = self.head_dim**-0.5
+        if gate_logit_normalizer is not None:
+            if slopes is not None:
+                raise ValueError("expected slopes or gate_logit_normalizer, got both")
+            self.normalizer = as_positive("gate_logit_normalizer", gate_logit_normalizer)
+            self.gk_proj = nn.Linear(hidden_size, num_heads)
+            self.kind = Lightning(None, scale, flash)
+            return
         slopes = alibi_slopes(num_heads) if slopes is None else slopes
         check_tensor("slopes", slopes)
         # numbers, as a buffer would take the dtype of the weights
         like = slopes.new_empty(1, 1, num_heads, 1, dtype=torch.float64)
-        self.kind = Lightning(check_slopes(slopes, like), self.head_dim**-0.5, flash)
+        self.kind = Lightning(check_rates(slopes, None, like), scale, flash)
+
+    def project_all(self, x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Heads:
+        q, k, v, _ = super().project_all(x, cos, sin)
+        if self.kind.slopes is not None:
+            return q, k, v, ()
+        logits = self.gk_proj(x)
+        wide = logits.to(accumulator_dtype(logits.dtype))
+        return q, k, v, (functional.logsigmoid(wide) / self.normalizer,)
+
+    def _find_tensors(self, choose_by: Sequence[Tensor] | None) -> tuple[Tensor, ...]:
+        return tuple(choose_by or ())

@@ -34,6 +34,7 @@ from bmt_burst import InfLLMV2, Layout, Mask, kernels, strategies
 from bmt_burst.blocks.documents import find_longest
 from bmt_burst.kernels import Kernel
 from bmt_burst.lightning import kernels as lightning_kernels
+from bmt_burst.lightning.rates import find_rates
 from bmt_burst.lightning.segments import Segments
 from bmt_burst.memories.chunk_keys import find_keys
 from bmt_burst.merging.merge import empty_lse
@@ -495,12 +496,12 @@ def _pass_states(rehearsal: Rehearsal, flash: str, device: torch.device) -> None
     if (name := lightning_kernels.pick(flash, x)) != "triton":
         return
     kernel, segments = lightning_kernels.load(name), Segments((0, len(x)), (0,), (0,))
-    slopes = torch.zeros(heads, device=device)
+    rates = find_rates(segments, (0.0,) * heads, None, x)
     edge = torch.zeros(1, heads, size, size, device=device)
-    states = kernel.forward_states(x, x, slopes, segments)
-    kernel.outputs(x, x, x, slopes, 1.0, segments, states, edge)
-    states = kernel.backward_states(x, x, slopes, 1.0, segments)
-    kernel.gradients(x, x, x, x, slopes, 1.0, segments, edge, states, edge)
+    states = kernel.forward_states(x, x, rates, segments)
+    kernel.outputs(x, x, x, rates, 1.0, segments, states, edge)
+    states = kernel.backward_states(x, x, rates, 1.0, segments)
+    kernel.gradients(x, x, x, x, rates, 1.0, segments, edge, states, edge)
 
 
 def _make_passes(rehearsal: Rehearsal, device: torch.device) -> None:
