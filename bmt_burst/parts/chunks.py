@@ -86,14 +86,13 @@ class Chunks:
                 hint = ": pass sequence.mask, since chunks have their own layouts" * is_whole
                 kind = type(row).__name__
                 raise TypeError(f"expected a Mask or one for each row, got {kind}{hint}")
-        lengths = {(row.seq_len, row.kv_len) for row in self.masks}
+        lengths = {length for row in self.masks for length in (row.seq_len, row.kv_len)}
         if len(lengths) != 1:
-            raise ValueError("expected masks of one length for all rows, at least one")
-        [(seq_len, kv_len)] = lengths
-        if seq_len != kv_len:
             raise ValueError(
-                f"expected a mask of as many queries as keys, got {seq_len} and {kv_len}"
+                "expected masks of one length, of all rows and of queries and keys, got "
+                f"{sorted(lengths) or 'no mask'}"
             )
+        [seq_len] = lengths
         self.layers = as_count("layers", layers)
         self.layout = Layout.chunks(seq_len, self.sp.size, tokens, layout)
         self._length = None if length is None else as_count("length", length)
