@@ -767,7 +767,7 @@ def test_a_step_that_fails_frees_kept_keys():
     [
         ((Mask.full(60), 20, 3), ValueError, "no token sees a later chunk"),
         (([Mask.causal(60), Mask.causal(61)], 20, 3), ValueError, "masks of one length"),
-        (([], 20, 3), ValueError, "at least one"),
+        (([], 20, 3), ValueError, "got no mask"),
         ((Mask.causal(20, kv_len=60), 20, 3), ValueError, r"of one length.* got \[20, 60\]"),
         ((Mask.causal(60), 20, 0), ValueError, "layers must be at least 1"),
         ((Mask.causal(60), 0, 3), ValueError, "tokens=0"),

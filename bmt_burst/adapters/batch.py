@@ -18,7 +18,7 @@ from ..base.arguments import check_tensor
 from ..ranks.agreement import agree, describe_term
 from ..ranks.sequence_parallel import SequenceParallel
 from ..sequence.layout import Layout
-from ..sequence.mask import Mask, Slice, plain_mask
+from ..sequence.mask import Mask, Slice
 from ..sequence.rows import (
     Layouts,
     Masks,
@@ -71,8 +71,6 @@ class Row:
         """
         if self.mask is not None:
             return self.mask
-        if len(self.kinds) == 1 and self.kinds[0].valid and self.kinds[0].context < 1:
-            return plain_mask(self.layout.seq_len, causal)
         return _make_mask(self.kinds, self.layout.seq_len, causal, padding_sees)
 
 
