@@ -29,7 +29,6 @@ from torch.nn import functional
 
 from bmt_burst import Cache, Chunks, Mask, SequenceParallel, Slice, simulate
 from bmt_burst.base.dtypes import accumulator_dtype
-from bmt_burst.base.kept import is_recomputing
 from bmt_burst.blocks.documents import documents, find_low
 from bmt_burst.blocks.extension import BlockChoice
 from bmt_burst.blocks.memory import BlockMemory
@@ -154,9 +153,6 @@ class MoBA(BlockChoice):
     def check(self, tensors: Any, q: Tensor, k: Tensor) -> None:
         if tensors:
             raise ValueError(f"MoBA takes no choose_by, got {len(tensors)} tensors")
-
-    def terms(self, tensors: Any) -> dict[str, Any]:
-        return {"sparse": str(self), "kept choices": is_recomputing()}
 
     def near_mask(self, mask: Mask) -> Mask:
         slices = []

@@ -151,11 +151,6 @@ class Scores:
         """The length of the sequence."""
         return self.mask.seq_len
 
-    @property
-    def reach(self) -> int:
-        """The distance from which on all pairs have the same row."""
-        return len(self._numbers.distances) // 2
-
     @functools.cached_property
     def num_rows(self) -> int:
         """The number of rows that a table must have at least."""

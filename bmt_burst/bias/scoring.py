@@ -204,12 +204,6 @@ class LearnedBias:
         parts = [tokens[:, slice(*span)] for span in spans]
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
-    def add_lse(self, row: int, spans: Sequence[Span], lse: Tensor) -> None:
-        """Add the lse (B, H, T) of a call whose pairs share a row, for queries at rising spans."""
-        for span, place in in_turn(spans):
-            total = self.row_lse[self.rows.index(row), :, :, slice(*span)]
-            torch.logaddexp(total, lse[:, :, slice(*place)], out=total)
-
 
 @dataclass(frozen=True)
 class BiasedAttention(Attention):
@@ -242,7 +236,10 @@ class BiasedAttention(Attention):
         out, lse = self.kernel.forward(queries.q, keys.k, keys.v, call, self.spec)
         lse = lse + bias.table[row].unsqueeze(-1)
         lse.masked_fill_(lse == torch.inf, torch.nan)  # an infinite row makes the merged out NaN
-        bias.add_lse(row, gathered.q_spans, lse)
+        of_row = bias.row_lse[bias.rows.index(row)]
+        for span, place in in_turn(gathered.q_spans):  # they rise
+            total = of_row[:, :, slice(*span)]
+            torch.logaddexp(total, lse[:, :, slice(*place)], out=total)
         return out, lse
 
 

@@ -15,6 +15,7 @@ from abc import abstractmethod
 from dataclasses import replace
 from typing import Any, Self
 
+from ..base.kept import is_recomputing
 from ..sequence.mask import Mask
 from ..strategies import Plan, Problem, choose
 from ..strategies.extension import DenseCall, Extension, Tensors
@@ -37,6 +38,9 @@ class BlockChoice(Extension):
     @abstractmethod
     def make_plan(self, problem: Problem, rank: int, near: Plan, span_bytes: int) -> Plan:
         """Return the plan of a rank. `near` plans the near part; the others are BlockPlan's."""
+
+    def terms(self, tensors: Tensors) -> dict[str, Any]:
+        return {"sparse": str(self), "kept choices": is_recomputing()}
 
     def for_layer(self, *, rotary: bool, **others: Any) -> Self:
         for name, value in others.items():

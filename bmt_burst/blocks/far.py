@@ -1,10 +1,9 @@
 """The far blocks of queries, and attention to them by torch operators, for any device and dtype. It
 specifies `triton_far.py`.
 
-The window of query i are the keys i - window_size to i of its document. A dense kernel computes
-them. The far part are the keys before i - window_size in the chosen blocks. So each pair is in one
-part, and partial outputs merge by lse. The keys at hand may be a part of the sequence. Blocks
-outside are left out, so parts add up.
+The far part of a query are the keys of its blocks before its window, which a dense kernel computes.
+So each pair is in one part, and partial outputs merge by lse. The keys at hand may be a part of the
+sequence. Blocks outside are left out, so parts add up.
 
 Neighbouring queries choose nearly the same blocks. A tile of queries loads the union of their
 blocks once, and hides from each query what it did not choose. The larger the union, the fewer
@@ -33,8 +32,7 @@ _SCORES = 1 << 22  # of a tile at most, over the heads, unless it has one query
 class FarBlocks:
     """The far blocks of some of the tokens at hand, as places in a sequence.
 
-    starts      (F, G or H, N) int32: the first tokens of the blocks. Entries that are no block are
-                -1.
+    starts      (F, G or H, N) int32: the first tokens of the blocks, -1 where there is none
     queries     (F,) int64, rising: which tokens have these blocks
     stops       (S,) int64: where the far part of each token ends, so the first one of its window
     block_size  tokens of a block
@@ -193,11 +191,5 @@ def _tiles(q: Tensor, far: FarKeys) -> Iterator[_Tile]:
         inside = (tokens >= first) & (tokens < first + count)
         before = tokens < blocks.stops[queries].view(-1, 1, 1)
         visible = chosen.unsqueeze(-1) & before
-        of_choice = slice(choice * heads, (choice + 1) * heads)
-        yield _Tile(
-            choice * groups // choices,
-            of_choice,
-            queries,
-            tokens[inside] - first,
-            visible[:, inside],
-        )
+        group, of_choice = choice * groups // choices, slice(choice * heads, (choice + 1) * heads)
+        yield _Tile(group, of_choice, queries, tokens[inside] - first, visible[:, inside])

@@ -76,16 +76,14 @@ class BlockMemory(KeyMemory):
         return super().attend(new, q, k, v, *tensors)
 
     def _attend_part(self, new: NewTokens, q: Tensor, k: Tensor, *others: Tensor) -> Partials:
-        return self._attend_by_rows(new, q, q)
-
-    def _attend_by_rows(self, new: NewTokens, q: Tensor, by_q: Tensor) -> Partials:
-        """Return the attention of new tokens to the chosen keys of this rank, one row at a time."""
+        """Attend one row at a time. `others` are the queries to choose by, unless they are q."""
+        [by_q] = others or (q,)
         places, found = torch.arange(new.start, new.stop), []
         count, at = new.positions.count, new.positions.on(q.device)
-        k, v = (x[:, :count] for x in self.kept[:2])
+        keys, values = (x[:, :count] for x in self.kept[:2])
         for row in range(len(q)):
             chosen = self.choose(row, by_q[row], places)
-            tensors = q[row], k[row], v[row], at[:count], places, chosen
+            tensors = q[row], keys[row], values[row], at[:count], places, chosen
             out, lse = attend_to_chosen(*tensors, self.block_size, self.kind.spec(q))
             found.append((out, lse.T))
         outs, lses = zip(*found, strict=True)

@@ -1,17 +1,16 @@
 """A plan of attention that is near by a mask, and far by a choice of blocks.
 
-Queries stay. What is near is a mask, which any strategy computes as a dense call. Far are blocks of
-keys that the data chose, beyond what is near:
+Queries stay. Near is a mask, which any strategy computes as a dense call. Far are blocks of keys
+that the data chose, beyond what is near:
 
     choose    ranks gather what they choose by, span by span. Each chooses for its own queries.
     forward   ranks gather keys and values, span by span. Each computes its far part, which merges
               with the near part by lse.
     backward  ranks gather keys and values again, and return each span's gradients to its owners.
 
-Queries may be only some of the sequence's tokens: those of a chunk, which attend to the keys up to
-its end. Positions of queries are then those of their tokens among the keys. A span has as many
-tokens as `span_bytes` of keys and values allow. Nearly every block is chosen by some query of each
-rank, so sending only chosen blocks would save nothing.
+Queries may be only some of the sequence's tokens, those of a chunk. Their positions are those among
+the keys. A span has as many tokens as `span_bytes` of keys and values allow. Nearly every block is
+chosen by some query of each rank, so sending only chosen blocks would save nothing.
 
 Letters: B batch, S tokens of a rank, F of them that choose, T tokens of a span, H query heads, G kv
 heads, D head size.
@@ -101,8 +100,7 @@ class BlockPlan(Plan):
     ) -> tuple[Tensor, Tensor, Tensors]:
         chosen = self.choose(rings, *(inputs or (q, k)))
         near, near_lse, _ = self.near.forward(rings, q, k, v)
-        # With one span, results have q's dtype. Sums of several spans are kept wide.
-        dtype = q.dtype if len(self.spans.spans) == 1 else near_lse.dtype
+        dtype = self._dtype(q, near_lse)
         # the far part is merged into these in place
         copy = not self.problem.kernel.writes_new_memory
         out, lse = near.to(dtype, copy=copy), near_lse.to(near_lse.dtype, copy=copy)
@@ -117,7 +115,7 @@ class BlockPlan(Plan):
     ) -> tuple[Tensor, Tensor, Tensor, tuple[None, ...]]:
         [chosen], q, dout, lse = kept, queries.q, queries.dout, queries.lse
         *near, _ = self.near.backward(rings, queries, keys, (), ())
-        dq = near[0].to(q.dtype if len(self.spans.spans) == 1 else lse.dtype)  # as in the forward
+        dq = near[0].to(self._dtype(q, lse))
         dk, dv = (x.to(lse.dtype) for x in near[1:])
         del near
         assert queries.out is not None, "a call has out"
@@ -131,6 +129,10 @@ class BlockPlan(Plan):
         if keys.dk is None:
             dk, dv = dk.to(q.dtype), dv.to(q.dtype)
         return dq.to(q.dtype), dk, dv, none
+
+    def _dtype(self, q: Tensor, lse: Tensor) -> torch.dtype:
+        """Return the dtype of sums over spans, which are kept wide if there are several."""
+        return q.dtype if len(self.spans.spans) == 1 else lse.dtype
 
     def _gather_far(
         self, rings: Rings, k: Tensor, v: Tensor, chosen: Tensor

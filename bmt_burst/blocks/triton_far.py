@@ -6,12 +6,10 @@ dk, dv       A program has a block of keys and loops over the queries that chose
              queries have several programs. Their sums are added in a second launch.
 
 Programs add up in a fixed order, so results are bit-identical between runs. Unions and lists are
-computed once for each `FarBlocks`, for any parts of the sequence at hand (see `tiles.py`).
-
-Forward and dq load blocks of keys by Hopper's copy engine (TMA), if it can address them. That saves
-a sixth of their time on an H100.
-
-Exponents are to base 2. Products are of the inputs' dtype, and sums are fp32.
+computed once for each `FarBlocks`, for any parts of the sequence at hand (see `tiles.py`). Forward
+and dq load blocks of keys by Hopper's copy engine (TMA), if it can address them, which saves a
+sixth of their time on an H100. Exponents are to base 2. Products are of the inputs' dtype, and sums
+are fp32.
 
 Letters: S tokens, F of them that choose, H query heads, G kv heads, D head size, T keys at hand.
 GROUP query heads share a kv head, and HEADS is the power of two that they are padded to. WIDTH is
@@ -50,7 +48,6 @@ _NOWHERE = tl.constexpr(NONE)
 # See `kernels/triton_blocks.py`. These numbers and addresses differ from call to call.
 _NUMBERS = ["queries", "first", "keys", "entries", "most", "slot_count"]
 _ROWS = ["lse", "lse_delta", "tokens", "stops"]
-
 
 # The fastest on one H200, with head size 128, 16 query heads a kv head, and blocks of 64. Forward
 # and dq share their unions, so they have equal rows. More rows of dk and dv spill registers.
@@ -185,7 +182,9 @@ def count_tokens(rows: int, heads: int) -> int:
 
 
 def _kernel_strides(x: Tensor) -> tuple[int, ...]:
-    """Return the strides that a kernel takes. Those of lse depend on the tokens."""
+    """Return the strides that a kernel takes. Those of lse (H, S) depend on the tokens, so they are
+    passed times 16.
+    """
     return x.stride() if x.dim() == 3 else multiply_by_16(x.stride())
 
 
@@ -206,7 +205,8 @@ def _forward(
 
     # The keys seen so far count as one more key. Its value is `out`.
     out_rows = address_rows(out, out_strides, token, head)
-    lse_places = _row_places(lse, lse_strides, token, head)
+    lse_places = lse + head.to(tl.int64) * (lse_strides[0] // 16)
+    lse_places += token.to(tl.int64) * (lse_strides[1] // 16)
     largest = tl.load(lse_places, mask=there, other=0.0) * LOG2_E
     weights = tl.where(largest == -INFINITY, 0.0, 1.0)
     sums = load_rows(out_rows, there & (largest != -INFINITY), D, WIDTH).to(tl.float32)
@@ -416,9 +416,8 @@ def _load_block(
 def _load_keys(x, strides, key, first, group, D: tl.constexpr, WIDTH: tl.constexpr):
     """Load rows of x (T, G, D): (N, WIDTH), zeros for keys that are not at hand."""
     there = key < _NOWHERE
-    return load_rows(
-        address_rows(x, strides, tl.where(there, key - first, 0), group), there, D, WIDTH
-    )
+    places = address_rows(x, strides, tl.where(there, key - first, 0), group)
+    return load_rows(places, there, D, WIDTH)
 
 
 @triton.jit
@@ -427,12 +426,6 @@ def _add_keys(x, strides, rows, key, reach, first, group, D: tl.constexpr, WIDTH
     there = key < reach
     places = address_rows(x, strides, tl.where(there, key - first, 0), group)
     store_rows(places, load_rows(places, there, D, WIDTH) + rows, there, D, WIDTH)
-
-
-@triton.jit
-def _row_places(x, strides, token, head):
-    """Return addresses in x (H, S). Strides were passed through `multiply_by_16`."""
-    return x + head.to(tl.int64) * (strides[0] // 16) + token.to(tl.int64) * (strides[1] // 16)
 
 
 @triton.jit

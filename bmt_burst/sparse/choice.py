@@ -11,11 +11,11 @@ A kernel is visible if its last token is at or before i. The numbers are those o
 `InfLLMV2`. Each query takes the blocks that are always chosen, then those with the largest A. Of
 equal blocks it takes the lower one. Equal ones are common, because a kernel overlaps two blocks.
 
-A choice does not depend on ranks or layouts, bit for bit. Sums have a fixed order: keys are summed
-up one after the other, and a score does not depend on the queries that are computed with it. Sums
-are fp32, or fp64 for fp64 inputs. The released code rounds them to the inputs' dtype. A GPU and a
-CPU may choose differently where scores are nearly equal. Below fp64, blocks with S beyond fp32 are
-equal: those with a kernel that has a scaled score of more than L_ih + 88.
+A choice does not depend on ranks or layouts, bit for bit: keys are summed up one after the other,
+and a score does not depend on the queries that are computed with it. Sums are fp32, or fp64 for
+fp64 inputs. The released code rounds them to the inputs' dtype. A GPU and a CPU may choose
+differently where scores are nearly equal. Below fp64, blocks with S beyond fp32 are equal: those
+with a kernel that has a scaled score of more than L_ih + 88.
 
 Letters: T tokens, H query heads, G kv heads, D head size, B batch.
 """
@@ -54,20 +54,17 @@ def choose(
         the end are -1 where there are fewer.
 
     Raises:
-        ValueError: if the call is dense as a whole, because its longest document has fewer than
-            dense_len tokens; for another mask; for shapes, dtypes and devices that do not fit; for
-            another softmax_scale.
+        ValueError: if the call is dense, because its longest document has fewer than dense_len
+            tokens; for another mask or softmax_scale; for shapes, dtypes and devices that do not
+            fit.
         TypeError: for anything but tensors, a Mask, an InfLLMV2 and a number.
     """
     _check_choose(q, k, mask, sparse)
     if softmax_scale is not None:
         softmax_scale = as_positive("softmax_scale", softmax_scale)
     if q.dim() == 4:
-        rows = [
-            choose(*row, mask, sparse, softmax_scale=softmax_scale)
-            for row in zip(q, k, strict=True)
-        ]
-        return torch.stack(rows)
+        rows = zip(q, k, strict=True)
+        return torch.stack([choose(*x, mask, sparse, softmax_scale=softmax_scale) for x in rows])
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     shape = len(q), k.shape[1], sparse.most_blocks
     chosen = torch.full(shape, -1, dtype=torch.int32, device=q.device)

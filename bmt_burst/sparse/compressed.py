@@ -25,12 +25,9 @@ class CompressedKeys(NamedTuple):
         """Return the compressed keys of a document with these `strides`, as `ChoosingDocument` has
         them. The others are those of other documents, or mix two documents.
         """
-        first, count = strides[0], length(strides)
-        normal = first // 4
-        return CompressedKeys(
-            self.scored[first : first + max(count - 1, 0)],
-            self.normalizing[normal : normal + max(count - 4, 0) // 4],
-        )
+        (first, _), count = strides, length(strides)
+        scored = self.scored[first:][: max(count - 1, 0)]
+        return CompressedKeys(scored, self.normalizing[first // 4 :][: max(count - 4, 0) // 4])
 
 
 def sum_strides(k: Tensor, sparse: Constants) -> Tensor:

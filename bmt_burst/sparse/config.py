@@ -31,21 +31,15 @@ class Constants:
             if value < least:
                 raise ValueError(f"expected {name} of at least {least}, got {value}")
             object.__setattr__(self, name, value)
-        if self.kernel_size != 2 * self.kernel_stride:
-            raise ValueError(
-                f"expected kernel_size = 2 * kernel_stride = {2 * self.kernel_stride}, "
-                f"got {self.kernel_size}"
-            )
+        if (size := self.kernel_size) != (twice := 2 * self.kernel_stride):
+            raise ValueError(f"expected kernel_size = 2 * kernel_stride = {twice}, got {size}")
         for name, divisor in (("block_size", "kernel_stride"), ("window_size", "block_size")):
-            if getattr(self, name) % getattr(self, divisor):
-                raise ValueError(
-                    f"expected {name} to be a multiple of {divisor}={getattr(self, divisor)}, "
-                    f"got {getattr(self, name)}"
-                )
-        if self.topk < self.init_blocks + 1:
+            value, by = getattr(self, name), getattr(self, divisor)
+            if value % by:
+                raise ValueError(f"expected {name} to be a multiple of {divisor}={by}, got {value}")
+        if self.topk < (least := self.init_blocks + 1):
             raise ValueError(
-                f"expected topk of at least init_blocks + 1 = {self.init_blocks + 1}, "
-                f"got {self.topk}"
+                f"expected topk of at least init_blocks + 1 = {least}, got {self.topk}"
             )
 
     @classmethod

@@ -10,16 +10,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..base.arguments import DTYPES, check_tensor
-from ..base.kept import is_recomputing
-from ..blocks.documents import find_longest
+from ..blocks.documents import find_longest, find_low
 from ..blocks.extension import BlockChoice
-from ..sequence.mask import Mask
+from ..sequence.mask import Mask, Slice
+from ..sequence.span import length, overlap, shifted
 from ..strategies import Plan, Problem
 from ..strategies.extension import Tensors
 from .config import Constants
 from .memory import SparseMemory
 from .plan import SparsePlan
-from .queries import near_mask
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,17 @@ class InfLLMV2(Constants, BlockChoice):
     memory = SparseMemory
 
     def check(self, tensors: Tensors, q: Tensor, k: Tensor) -> None:
-        _check_choose_by(tensors, q, k)
+        if (count := len(tensors)) not in (0, 2):
+            raise TypeError(f"choose_by must be a pair of queries and keys, got {count} items")
+        for name, x, like in zip(("queries", "keys"), tensors, (q, k), strict=False):
+            check_tensor(f"{name} of choose_by", x)
+            if x.shape != like.shape or x.device != like.device:
+                raise ValueError(
+                    f"expected {name} of choose_by of shape {tuple(like.shape)} on {like.device}, "
+                    f"got {tuple(x.shape)} on {x.device}"
+                )
+            if x.dtype not in DTYPES:
+                raise ValueError(f"{name} of choose_by must be floating point, got {x.dtype}")
         if bool(tensors) != self.use_nope:
             got = f"choose_by and sparse={self}" if tensors else f"{self} alone"
             raise ValueError(f"expected choose_by together with use_nope=True, got {got}")
@@ -81,30 +90,23 @@ class InfLLMV2(Constants, BlockChoice):
             return None
         return replace(self, dense_len=-1)
 
-    def terms(self, tensors: Tensors) -> dict[str, Any]:
-        return {"sparse": str(self), "kept choices": is_recomputing()}
-
     def near_mask(self, mask: Mask) -> Mask:
-        return near_mask(mask, self)
+        """Return all pairs of the first `exact_tokens` of documents, and windows of later ones."""
+        slices = []
+        for s in mask.slices:
+            (start, stop), low = s.kv, find_low(s)
+            middle = min(start + self.exact_tokens, stop)
+            for tokens, keys, high in (
+                ((start, middle), (start, middle), None),
+                ((middle, stop), (middle - self.window_size, stop), self.window_size + 1),
+            ):
+                queries = overlap(shifted(tokens, low), s.q)
+                if length(queries):
+                    slices.append(Slice(queries, keys, low, high and high + low))
+        return Mask(mask.seq_len, tuple(slices), mask.kv_len)
 
     def is_exact(self, longest: int) -> bool:
         return self.is_dense(longest) or longest <= self.exact_tokens
 
     def make_plan(self, problem: Problem, rank: int, near: Plan, span_bytes: int) -> Plan:
         return SparsePlan(problem, self, rank, near, span_bytes)
-
-
-def _check_choose_by(tensors: Tensors, q: Tensor, k: Tensor) -> None:
-    if not tensors:
-        return
-    if len(tensors) != 2:
-        raise TypeError(f"choose_by must be a pair of queries and keys, got {len(tensors)} items")
-    for name, x, like in zip(("queries", "keys"), tensors, (q, k), strict=True):
-        check_tensor(f"{name} of choose_by", x)
-        if x.shape != like.shape or x.device != like.device:
-            raise ValueError(
-                f"expected {name} of choose_by of shape {tuple(like.shape)} on {like.device}, "
-                f"got {tuple(x.shape)} on {x.device}"
-            )
-        if x.dtype not in DTYPES:
-            raise ValueError(f"{name} of choose_by must be floating point, got {x.dtype}")

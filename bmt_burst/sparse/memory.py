@@ -101,7 +101,7 @@ class SparseMemory(BlockMemory):
                 positions.prepared[name] = KeysAtHand.of(at, positions.limit, name[1])
             at_hand, first = positions.prepared[name], new.on(q.device, "first")
             return self._decoding.attend(q, by_q, keys, values, at_hand, first, new.prepared, spec)
-        return self._attend_by_rows(new, q, by_q)
+        return super()._attend_part(new, q, k, by_q)
 
     def choose(self, row: int, q: Tensor, places: Tensor) -> Tensor:
         compressed, scale = self.sums_of_keys.compress(row), self.kind.spec(q).scale

@@ -1,9 +1,7 @@
 """InfLLM-V2 over ranks.
 
-Near are all keys of the first tokens of each document, which see no more blocks than they may
-choose, and a window of later tokens. Later tokens choose by compressed keys: ranks gather all keys
-in spans of the sequence, and sum them up. The choice depends neither on ranks nor on spans (see
-`bmt_burst.sparse`).
+The tokens that choose do so by compressed keys: ranks gather all keys in spans of the sequence, and
+sum them up. The choice depends neither on ranks nor on spans (see `choice.py`).
 
 Letters: B batch, S tokens of a rank, F of them that choose, H query heads, G kv heads, D head size.
 """

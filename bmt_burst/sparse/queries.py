@@ -15,26 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..blocks.documents import documents, find_low
-from ..sequence.mask import Mask, Slice
-from ..sequence.span import Span, length, overlap, shifted
+from ..blocks.documents import documents
+from ..sequence.mask import Mask
+from ..sequence.span import Span, length
 from .config import Constants
-
-
-def near_mask(mask: Mask, sparse: Constants) -> Mask:
-    """Return all pairs of the first `exact_tokens` of documents, and the windows of later ones."""
-    slices = []
-    for s in mask.slices:
-        (start, stop), low = s.kv, find_low(s)
-        middle = min(start + sparse.exact_tokens, stop)
-        for tokens, keys, high in (
-            ((start, middle), (start, middle), None),
-            ((middle, stop), (middle - sparse.window_size, stop), sparse.window_size + 1),
-        ):
-            queries = overlap(shifted(tokens, low), s.q)
-            if length(queries):
-                slices.append(Slice(queries, keys, low, high and high + low))
-    return Mask(mask.seq_len, tuple(slices), mask.kv_len)
 
 
 class ChoosingDocument(NamedTuple):

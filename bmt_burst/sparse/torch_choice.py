@@ -87,9 +87,8 @@ def _find_largest(sums: Tensor, places: Tensor, blocks: int, sparse: Constants) 
 
 def _lay_out(keys: Tensor) -> Tensor:
     """Return compressed keys (n, D) as columns, padded to tiles of one shape: (D, kernels)."""
-    return functional.pad(
-        keys.T, (0, -len(keys) % _KERNELS, 0, -keys.shape[1] % _ALIGNED)
-    ).contiguous()
+    lacking = 0, -len(keys) % _KERNELS, 0, -keys.shape[1] % _ALIGNED
+    return functional.pad(keys.T, lacking).contiguous()
 
 
 def _score(

@@ -50,8 +50,15 @@ class DecodingKeys:
             k.new_empty(parts, rows, *shape), k.new_empty(parts, rows // 4, *shape)
         )
         self._recent = k.new_zeros(len(k), _RECENT.value, *shape, dtype=torch.float32)
-        if sums is not None:
-            self._copy(sums, k.dtype)
+        if sums is None:
+            return
+        for row in range(len(k)):
+            for x, kept, most in zip(sums.compress(row), self._keys, (1, 4), strict=True):
+                first = row * self._strides // most
+                kept[:, first : first + len(x)] = split(x, k.dtype)
+        strides = sums.strides()
+        for n in range(max(len(strides) - _RECENT.value, 0), len(strides)):
+            self._recent[:, n % _RECENT.value] = strides[n]
 
     def select_rows(self, rows: Tensor) -> bool:
         """Keep these rows (N,) int64 of the batch. Return whether that is in place."""
@@ -60,15 +67,6 @@ class DecodingKeys:
         each = (select_rows(x.unflatten(1, (batch, -1)), rows, 1) for x in self._keys)
         self._keys = CompressedKeys(*(x.flatten(1, 2) for x in each))
         return self._recent is before
-
-    def _copy(self, sums: KeySums, dtype: torch.dtype) -> None:
-        for row in range(len(self._recent)):
-            for x, kept, most in zip(sums.compress(row), self._keys, (1, 4), strict=True):
-                first = row * self._strides // most
-                kept[:, first : first + len(x)] = split(x, dtype)
-        strides = sums.strides()
-        for n in range(max(len(strides) - _RECENT.value, 0), len(strides)):
-            self._recent[:, n % _RECENT.value] = strides[n]
 
     def extend(self, keys: Tensor, first: Tensor) -> None:
         """Add the keys (B, S, G, D) of new tokens. The first has position `first`, (1,) int64."""
@@ -109,7 +107,9 @@ class DecodingKeys:
             parts.append(choose_in_spans(*inputs).unflatten(0, (batch, -1)))
         chosen, q = torch.cat(parts, 1), q.contiguous()
         share, most = heads // groups, self.sparse.most_blocks
-        splits = self._count_splits(q, groups)
+        # programs that share the blocks of a query
+        each = triton.cdiv(most, max(count_programs(q) // (batch * tokens * groups), 1))
+        splits = triton.cdiv(most, each)
         shape = choose_shape(q, share)
         outs = q.new_empty(splits, *q.shape, dtype=torch.float32)
         lses = q.new_empty(splits, *q.shape[:3], dtype=torch.float32)
@@ -120,13 +120,6 @@ class DecodingKeys:
             M=shape.M, N=shape.N, PRECISION=precision(q), CAP=spec.softcap, **shape.options,
         )  # fmt: skip
         return outs, lses
-
-    def _count_splits(self, q: Tensor, groups: int) -> int:
-        """Return how many programs share the blocks of a query of q (B, S, H, D)."""
-        programs = count_programs(q) // (len(q) * q.shape[1] * groups)
-        most = self.sparse.most_blocks
-        each = -(-most // max(programs, 1))
-        return -(-most // each)
 
     def _find_tiles(self, q: Tensor, size: int, first: Tensor, stop: Tensor) -> Tiles:
         """Return the tiles, of up to `size` queries, of q (B, S, H, D): those of one row of the

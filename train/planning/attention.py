@@ -14,7 +14,6 @@ from bmt_burst.blocks.far import packed_dtype
 from bmt_burst.kernels.fa4 import Fa4Kernel
 from bmt_burst.ranks.rings import Rings
 from bmt_burst.sequence.layout import Chunked, count_chunks
-from bmt_burst.sparse.queries import near_mask
 from bmt_burst.spec import Spec
 from bmt_burst.strategies import Problem, Sizes
 from bmt_burst.strategies.compute import Keys, QueryGradients
@@ -244,7 +243,7 @@ def _sparse_memory(shape: AttentionShape, sparse: InfLLMV2) -> AttentionMemory:
         dense = replace(attention_memory(plain), held=_count_held(_reserve(shape)))
     else:  # dense calls of few queries have near keys only, not all
         problem = _make_problem(shape)
-        dense = _run_problem(shape, replace(problem, mask=near_mask(problem.mask, sparse)))
+        dense = _run_problem(shape, replace(problem, mask=sparse.near_mask(problem.mask)))
     queries = -(-shape.queries // shape.ranks)
     blocks = shape.batch * queries * shape.kv_heads * sparse.most_blocks
     beyond = _SPARSE_BYTES + _SPARSE_BYTES_OF_BLOCK * blocks

@@ -35,10 +35,22 @@ class Fa4TableKernel(TableKernel):
     writes_new_memory = True
 
     def refuses(self, spec: Spec, q: Tensor, k: Tensor) -> str | None:
-        reason = _refuses_biases(spec, q, k) or super().refuses(spec, q, k)
-        if reason is None and not self.broken() and not all(map(_takes_scalars, functions())):
+        if reason := super().refuses(spec, q, k):
+            return reason
+        if torch.cuda.get_device_capability(q.device)[0] != 9:
+            return "it supports a bias only on GPUs of compute capability 9"
+        if spec.deterministic:
+            return "its backward with a bias is not deterministic"
+        if q.shape[2] != k.shape[2]:
+            got = f"got {k.shape[2]} and {q.shape[2]}"
+            return f"with a bias it needs as many kv heads as query heads, {got}"
+        if q.shape[-1] > _LARGEST_HEAD:
+            return f"with a bias it supports head sizes up to {_LARGEST_HEAD}, got {q.shape[-1]}"
+        if not installed("triton"):
+            return "the gradient of a bias's table needs the package triton"
+        if not self.broken() and not all(map(_takes_scalars, functions())):
             return "this version of flash-attn-4 lacks aux_scalars, which a bias needs: update it"
-        return reason
+        return None
 
     def forward(self, q, k, v, call, spec, bias):
         return _KERNEL.forward_once(q, k, v, call, spec, _bias_options(bias, call, len(q)))
@@ -51,24 +63,6 @@ class Fa4TableKernel(TableKernel):
         added = _bias_options(bias, call, len(q))
         added["score_mod_bwd"] = fa4_scores.gradient_of_sum
         return *_KERNEL.backward_once(*inputs, added), table
-
-
-def _refuses_biases(spec: Spec, q: Tensor, k: Tensor) -> str | None:
-    """Return why the package cannot add a bias to these inputs, or None if it can."""
-    if not installed("flash_attn.cute"):
-        return "the package flash-attn-4 is not installed"
-    if not q.is_cuda or torch.cuda.get_device_capability(q.device)[0] != 9:
-        return "it supports a bias only on GPUs of compute capability 9"
-    if spec.deterministic:
-        return "its backward with a bias is not deterministic"
-    if q.shape[2] != k.shape[2]:
-        got = f"got {k.shape[2]} and {q.shape[2]}"
-        return f"with a bias it needs as many kv heads as query heads, {got}"
-    if q.shape[-1] > _LARGEST_HEAD:
-        return f"with a bias it supports head sizes up to {_LARGEST_HEAD}, got {q.shape[-1]}"
-    if not installed("triton"):
-        return "the gradient of a bias's table needs the package triton"
-    return None
 
 
 def _bias_options(bias: CallBias, call: KernelCall, batch: int) -> dict[str, Any]:

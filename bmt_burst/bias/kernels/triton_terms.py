@@ -99,11 +99,8 @@ def by_segments(bias, head, queries, keys, TRANSPOSED: tl.constexpr):
     q_positions, kv_positions = _spread(queries.positions, keys.positions, TRANSPOSED)
     near = bias.rows + bias.reach + _clamp(kv_positions - q_positions, bias.reach)
     if queries.uniform & keys.uniform:
-        row = tl.load(
-            bias.pairs + queries.segment + keys.segment,
-            mask=queries.group == keys.group,
-            other=bias.other,
-        )
+        entry, same = bias.pairs + queries.segment + keys.segment, queries.group == keys.group
+        row = tl.load(entry, mask=same, other=bias.other)
         result = tl.load(biases + tl.where(row < 0, near, row))
     else:
         rows = _pair_rows(bias, queries, keys, TRANSPOSED)
@@ -194,9 +191,8 @@ def _add_by_runs(sums, unit, bias, dscores, queries, keys, M: tl.constexpr, N: t
         others = (token >= start) & ((queries.groups != group) | (queries.segments != base))
         stop = tl.min(tl.where(others, token, queries.count), 0)
         total = tl.sum(tl.where(((token >= start) & (token < stop))[:, None], dscores, 0.0), 0)
-        row = tl.load(
-            bias.pairs + (base + keys.segments), mask=keys.groups == group, other=bias.other
-        )
+        same = keys.groups == group
+        row = tl.load(bias.pairs + (base + keys.segments), mask=same, other=bias.other)
         tl.atomic_add(sums + row, _whole(total, unit), mask=row >= 0, sem="relaxed")
         start = stop
 
@@ -333,12 +329,10 @@ def backward_table(
         dout_block = read(dout_rows, dout_strides, first, rows, D, WIDTH, M, True)
         v_block = _load_between(v_rows, v_strides, at, columns, D, WIDTH, N)
         dprobs = tl.dot(dout_block, tl.trans(v_block), input_precision=PRECISION)
-        dscores = dscores_of(
-            scores, probs, dprobs, load_row(delta_rows, first, rows, M)[:, None], CAP
-        )
-        seen = visible_pairs(first, at, more, left, right, columns, M, N, LEFT, RIGHT) & (
-            tl.arange(0, N)[None, :] >= -at
-        )
+        row_delta = load_row(delta_rows, first, rows, M)[:, None]
+        dscores = dscores_of(scores, probs, dprobs, row_delta, CAP)
+        seen = visible_pairs(first, at, more, left, right, columns, M, N, LEFT, RIGHT)
+        seen &= tl.arange(0, N)[None, :] >= -at
         sums += tl.where(seen & (tl.arange(0, M)[:, None] < rows), dscores, 0.0)
     between = tl.arange(0, N)[None, :] - tl.arange(0, M)[:, None]
     add_by_distance(bias, head, sums, apart + ahead + between)
