@@ -18,6 +18,9 @@ mean. A forward takes its own arguments, of whole sequences, and cuts them itsel
                         (B, S, ...)
     position_ids        (B, S) or (1, S). A document begins where they fall back
     attention_mask      (B, S), 0 where a row is padded, else 1 or the number of a document
+    mask                a Mask of all rows, such as that of `fold_prefixes`, instead of documents.
+                        Positions are its own unless position_ids are given. Targets are
+                        shift_labels
     cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, seq_idx
                         the documents of one row, as TRL's collator sends them
     num_items_in_batch  divides the sum of the losses, instead of the number of targets: a number or

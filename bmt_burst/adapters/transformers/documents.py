@@ -21,7 +21,7 @@ from ...sequence.span import Span, length
 
 CU_SEQ_LENS = ("cu_seq_lens_q", "cu_seq_lens_k")
 LONGEST = ("max_length_q", "max_length_k")
-_NAMING = ("attention_mask", *CU_SEQ_LENS, "seq_idx", "position_ids")
+NAMING = ("attention_mask", *CU_SEQ_LENS, "seq_idx", "position_ids")
 _WAYS = (
     "to separate documents there, let position_ids start again, or pass an attention_mask of "
     "numbers (1 1 1 2 2 0) or cu_seq_lens_q; to skip positions within a document, pass an "
@@ -43,7 +43,7 @@ def find_masks(
     Raises ValueError or TypeError for arguments that name no documents or different ones.
     """
     # copies on the CPU, since each check on a GPU would make the host wait
-    given = {name: arguments[name] for name in (*_NAMING, *LONGEST) if name in arguments}
+    given = {name: arguments[name] for name in (*NAMING, *LONGEST) if name in arguments}
     given = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in given.items()}
     numbers = _read_numbers(given.get("attention_mask"))
     named = _find_borders(given, numbers, size, seq_len)

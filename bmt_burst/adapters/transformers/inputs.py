@@ -18,14 +18,15 @@ from ...sequence.layout import IGNORE_INDEX, Balanced
 from ...sequence.mask import Mask
 from ...sparse import Choices
 from .configs import find_window
-from .documents import CU_SEQ_LENS, LONGEST, check_targets, find_masks, sees_nothing
+from .documents import CU_SEQ_LENS, LONGEST, NAMING, check_targets, find_masks, sees_nothing
+from .folded import FoldedRows
 from .requests import ANY_WHOLE, WantedOutputs, find_asked, warn_once
 
 _OF_TOKENS = ("input_ids", "inputs_embeds")
 _WHOLE = ("labels", "shift_labels", "position_ids", "attention_mask", "seq_idx")
 _OF_TRAINERS = "; in a trainer shard by trainer.accelerator.process_index, which counts groups"
 _NUMBERS = ("num_items_in_batch", *LONGEST)
-_OURS = ("whole_outputs", "loss_only", "fused_lm_head", "label_smoothing")
+_OURS = ("whole_outputs", "loss_only", "fused_lm_head", "label_smoothing", "mask")
 _COMPARED = ("input_ids", *_WHOLE, *CU_SEQ_LENS, *_NUMBERS)
 _OTHERS = ("logits_to_keep", "use_cache", "output_hidden_states", "return_dict")
 _KNOWN = {*_OF_TOKENS, *_COMPARED, *_OTHERS, *_OURS}
@@ -68,6 +69,7 @@ class ForwardInputs:
     unasked        whether they are whole only because unknown code may read them
     loss_only      whether logits are left out
     fused          whether TRL's fused head computes log-probabilities instead of logits
+    folded         the rows as one sequence, if the model folds and there is a fused head
     label_smoothing  the part of each target that is spread over the vocabulary
     targets        the token after each one, (B, S), if labels were given
     terms          what the ranks compare
@@ -93,19 +95,24 @@ class ForwardInputs:
         self.options, self.choices = model._options, Choices()
         self._choose_outputs(model)
         masks = self._find_masks(model, size, seq_len)
-        if config.model_type in _OF_ONE_DOCUMENT and any(len(x.slices) > 1 for x in masks):
+        names_documents = "mask" not in self.arguments and any(len(x.slices) > 1 for x in masks)
+        if config.model_type in _OF_ONE_DOCUMENT and names_documents:
             raise ValueError(
                 "documents are named, but transformers does not keep documents of a "
                 f"{config.model_type} apart: pass one document a row"
             )
+        self.folded = self._fold(masks) if model._folds and self.fused else None
+        if self.folded is not None:
+            masks, seq_len = (self.folded.mask,), self.folded.mask.seq_len
         padding = self.arguments.get("attention_mask")
         if padding is not None:
             labels = self.arguments.get("labels")
             check_targets(padding.ne(0), labels, self.arguments.get("shift_labels"))
-        layout = Balanced.name if model._balanced else sp.layout_of(seq_len)
+        balanced = model._balanced or self.folded is not None
+        layout = Balanced.name if balanced else sp.layout_of(seq_len)
         self.sequence = WholeSequence.local(masks, layout).resolve(sp)
         self.num_targets = 0 if self.targets is None else count_targets(self.targets)
-        positions = self._find_positions(seq_len)
+        positions = self._find_positions(masks)
         self.last_position = positions.amax()
         self.part = self._shard_arguments(positions)
         embedding = model.get_input_embeddings()
@@ -135,6 +142,8 @@ class ForwardInputs:
         """Return the mask of all rows, or one for each. Padding sees tokens if its outputs are
         read, but not in sparse layers, which choose blocks of whole documents.
         """
+        if (mask := self.arguments.get("mask")) is not None:
+            return (_check_mask(mask, self.arguments, seq_len),)
         reads_outputs = self.whole or (self.targets is None and not self.loss_only)
         is_sparse = getattr(model.config, "sparse_config", None) is not None
         padding_sees = reads_outputs and not (self.fused or is_sparse)
@@ -157,21 +166,35 @@ class ForwardInputs:
             raise ValueError(f"{name} needs labels or shift_labels, got neither")
         return F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
 
-    def _find_positions(self, seq_len: int) -> Tensor:
+    def _fold(self, masks: tuple[Mask, ...]) -> FoldedRows | None:
+        """Return the rows as one sequence, unless the caller has folded them."""
+        if "mask" in self.arguments:
+            return None
+        if "input_ids" not in self.arguments:
+            raise ValueError("fold compares the tokens of rows: expected input_ids, got none")
+        assert self.targets is not None, "fused heads have them"
+        return FoldedRows(self.arguments["input_ids"], self.targets, masks)
+
+    def _find_positions(self, masks: tuple[Mask, ...]) -> Tensor:
         """Return positions (B, S) or (1, S)."""
-        if "position_ids" in self.arguments:
+        if "position_ids" in self.arguments and self.folded is None:
             return self.arguments["position_ids"]
         [tokens] = (self.arguments[name] for name in _OF_TOKENS if name in self.arguments)
-        return torch.arange(seq_len, device=tokens.device).unsqueeze(0)
+        if "mask" in self.arguments or self.folded is not None:
+            return masks[0].positions(tokens.device).unsqueeze(0)
+        return torch.arange(masks[0].seq_len, device=tokens.device).unsqueeze(0)
 
     def _shard_arguments(self, positions: Tensor) -> dict[str, Any]:
         part = {name: x for name, x in self.arguments.items() if name not in _NOT_FOR_THE_MODEL}
         part["use_cache"] = False
         name = next(name for name in _OF_TOKENS if name in part)
-        part[name] = self.sequence.shard(part[name])
+        tokens, targets = part[name], self.targets
+        if self.folded is not None:
+            tokens, targets = self.folded.tokens, self.folded.targets
+        part[name] = self.sequence.shard(tokens)
         part["position_ids"] = self.sequence.shard(positions)
-        if self.targets is not None:
-            targets = self.sequence.shard(self.targets)
+        if targets is not None:
+            targets = self.sequence.shard(targets)
             if self.fused:
                 # The loss follows from the whole log_probs.
                 part.pop("labels", None), part.pop("num_items_in_batch", None)
@@ -196,7 +219,28 @@ class ForwardInputs:
             terms[f"{name} (whole, identical on every rank{hint})"] = described
         outputs = {name: self.arguments[name] for name in _OURS if name in self.arguments}
         outputs |= {"whole_outputs": self.whole, "loss_only": self.loss_only}
-        return terms | outputs | {"layout": layout, "tokens": self.part["position_ids"].shape[1]}
+        terms |= outputs | {"fold": self.folded is not None, "layout": layout}
+        return terms | {"tokens": self.part["position_ids"].shape[1]}
+
+
+def _check_mask(mask: Any, arguments: Mapping[str, Any], seq_len: int) -> Mask:
+    """Return the mask of a call. Raises TypeError or ValueError unless it fits the arguments."""
+    if not isinstance(mask, Mask):
+        raise TypeError(f"mask must be a Mask of bmt_burst or None, got {type(mask).__name__}")
+    if (mask.seq_len, mask.kv_len) != (seq_len, seq_len):
+        raise ValueError(
+            f"mask must be of {seq_len} tokens as the rows, got {mask.seq_len} queries and "
+            f"{mask.kv_len} keys"
+        )
+    others = [name for name in (*NAMING, *LONGEST) if name in arguments and name != "position_ids"]
+    if others:
+        raise ValueError(f"expected mask or {' and '.join(others)}, got both: a mask says it all")
+    if "labels" in arguments:
+        raise ValueError(
+            "mask: the next token of a tree is not the next one in its row: expected shift_labels, "
+            "such as the targets of fold_prefixes, got labels"
+        )
+    return mask
 
 
 def _check_shapes(arguments: Mapping[str, Any], size: int, seq_len: int) -> None:

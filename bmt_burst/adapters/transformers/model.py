@@ -54,6 +54,7 @@ class EnabledModel(Enabled):
     _balanced: bool
     _with_targets: WantedOutputs | None  # what calls with targets return by default
     _without_targets: WantedOutputs | None  # what others do; a trainer or an accelerator sets it
+    _folds = False  # whether calls with TRL's fused head fold rows that share prefixes
     _options: dict[str, Any]
     _forward: Callable | None
     _fused: Callable | None
@@ -260,14 +261,16 @@ def _join_fused(out: Any, inputs: ForwardInputs) -> Any:
     mine = [getattr(out, name) for name in names]
     # one exchange for all of them, in the dtype of log_probs
     stacked = torch.stack([x.to(mine[0].dtype) for x in mine], -1)
-    whole = inputs.sequence.unshard(stacked).unbind(-1)
+    joined = inputs.sequence.unshard(stacked)
+    if inputs.folded is not None:
+        joined = inputs.folded.unfold(joined)
     targets = inputs.targets
     assert targets is not None, "checked with the arguments"
     columns = slice(None) if "shift_labels" in inputs.arguments else slice(-1)
     # copies, since autograd refuses changes in place of one of several views
     fields = {
-        name: (joined if x.requires_grad else joined.detach()).to(x.dtype)[:, columns].clone()
-        for name, x, joined in zip(names, mine, whole, strict=True)
+        name: (whole if x.requires_grad else whole.detach()).to(x.dtype)[:, columns].clone()
+        for name, x, whole in zip(names, mine, joined.unbind(-1), strict=True)
     }
     mask = targets[:, columns].ne(IGNORE_INDEX).to(stacked.device)
     count = inputs.arguments.get("num_items_in_batch")
