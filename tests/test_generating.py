@@ -16,11 +16,17 @@ pytest.importorskip("trl")  # a machine with GPUs may lack it
 import datasets
 import trl
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from trl.trainer.utils import add_fused_lm_head
 
-from bmt_burst import init_sequence_parallel
+from bmt_burst import Mask, fold_prefixes, init_sequence_parallel
 from bmt_burst.adapters.transformers import enable, plain
+from bmt_burst.adapters.transformers.documents import find_masks
+from bmt_burst.adapters.transformers.folded import FoldedRows
 from bmt_burst.errors import RanksDisagree
+from bmt_burst.sequence.layout import IGNORE_INDEX
+from tests import trainers
 from tests.launcher import run_ranks
+from tests.test_trainers import CASES, compare
 from tests.trainers import (
     Change,
     Rows,
@@ -29,6 +35,7 @@ from tests.trainers import (
     changed,
     count_odd,
     model,
+    save_for_dpo,
     text,
     tokenizer,
 )
@@ -116,6 +123,110 @@ def sample(rank: int) -> None:
 
 def test_shares_draw_other_numbers_and_plain_models_generate():
     run_ranks(2, sample)
+
+
+def test_rows_that_share_tokens_are_folded():
+    """Rows with padding on both sides, and two documents in one row."""
+    tokens = torch.tensor([[0, 5, 6, 7, 8], [5, 6, 9, 0, 0], [5, 6, 7, 4, 4]])
+    numbers = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 0, 0], [1, 1, 1, 2, 2]])
+    targets = torch.full((3, 5), IGNORE_INDEX)
+    targets[0, 2:4], targets[1, 1], targets[2, 3] = torch.tensor([7, 8]), 9, 4
+    masks = find_masks({"attention_mask": numbers}, 3, 5, False)
+    rows = FoldedRows(tokens, targets, masks)
+    # 5, 6 7, 8 | 6 9 | 4 4: the last shared token stands in each branch, and row 3 is the first's
+    assert rows.tokens.tolist() == [[5, 6, 7, 8, 6, 9, 4, 4]]
+    assert rows.targets.tolist() == [[-100, 7, 8, -100, 9, -100, 4, -100]]
+    values = torch.arange(1.0, 9).reshape(1, 8, 1).requires_grad_()
+    whole = rows.unfold(values)
+    expected = torch.zeros(3, 5, 1)
+    expected[0, 2:4, 0], expected[1, 1], expected[2, 3] = torch.tensor([2.0, 3.0]), 5, 7
+    assert whole.equal(expected)
+    whole.sum().backward()
+    assert values.grad.flatten().tolist() == [0, 1, 1, 0, 1, 0, 1, 0]
+    targets[2, 1] = 8  # the first row has 7
+    with pytest.raises(ValueError, match="fold: rows that share tokens have different labels"):
+        FoldedRows(tokens, targets, masks)
+
+
+def fold_on(rank: int) -> None:
+    """Compare folded rows with separate ones, and with a mask of the caller's."""
+    sp = init_sequence_parallel(2)
+    for kind, changes in (("LlamaForCausalLM", {}), ("MistralForCausalLM", {"sliding_window": 7})):
+        models = [model(kind, **changes) for _ in range(2)]
+        for x in models:
+            add_fused_lm_head(x, outputs=("log_probs", "entropy"))
+        separate, enabled = models[0], enable(models[1], sp)
+        rows = [PROMPTS[3], PROMPTS[3] + [9, 8, 7, 6], PROMPTS[3] + [9, 8, 3], PROMPTS[1]]
+        ids = torch.nn.utils.rnn.pad_sequence([*map(torch.tensor, rows)], True)
+        given = {"input_ids": ids, "attention_mask": ids.ne(0).long(), "fused_lm_head": True}
+        given["labels"] = ids.masked_fill(ids.eq(0), IGNORE_INDEX)
+        given["labels"][:, :3] = IGNORE_INDEX
+        weights = torch.rand(
+            len(rows), ids.shape[1] - 1, generator=torch.Generator().manual_seed(1)
+        )
+        found = []
+        for folds, x in ((False, separate), (True, enabled)):
+            x._folds = folds
+            out = x(**given)
+            (out.log_probs * weights + out.entropy * weights.flip(0)).sum().backward()
+            grad = x.model.embed_tokens.weight.grad
+            grad = grad if x is separate else sp.sum(grad) / sp.size
+            results = out.log_probs, out.entropy, out.label_mask, out.loss, grad
+            found.append([each.detach() for each in results])
+        compare(found[1], found[0])
+        folded = fold_prefixes(rows)
+        by_hand = enabled(
+            folded.tokens, mask=folded.mask, shift_labels=folded.targets, fused_lm_head=True
+        )
+        logprobs = folded.unfold(by_hand.log_probs)
+        for row, expected in zip(logprobs, found[0][0], strict=True):
+            torch.testing.assert_close(row[2:-1], expected[2 : len(row) - 1], rtol=0, atol=1e-4)
+        logits = enabled(folded.tokens, mask=folded.mask, whole_outputs=True).logits
+        own = enabled(torch.tensor([rows[1]]), whole_outputs=True).logits[0]
+        torch.testing.assert_close(folded.unfold(logits)[1], own, rtol=0, atol=1e-4)
+    mask, tokens = folded.mask, folded.tokens
+    for wrong, message in (
+        ({"mask": "tree"}, "mask must be a Mask of bmt_burst or None, got str"),
+        (
+            {"mask": Mask.causal(4)},
+            f"mask must be of {mask.seq_len} tokens as the rows, got 4",
+        ),
+        (
+            {"mask": mask, "attention_mask": tokens.ne(-1)},
+            "expected mask or attention_mask",
+        ),
+        (
+            {"mask": mask, "labels": tokens},
+            "expected shift_labels, such as the targets of",
+        ),
+        ({"mask": mask if rank else Mask.causal(mask.seq_len)}, "ranks differ in mask: rank 0 has"),
+    ):
+        with pytest.raises((TypeError, ValueError, RanksDisagree), match=message):
+            enabled(tokens, **wrong)
+    embedded = {"inputs_embeds": torch.zeros(1, 4, 32), "labels": torch.ones(1, 4).long()}
+    with pytest.raises(ValueError, match="fold compares the tokens of rows: expected input_ids"):
+        enabled(**embedded, fused_lm_head=True)
+
+
+def test_folded_rows_equal_separate_rows():
+    run_ranks(2, fold_on)
+
+
+def fold_alone(rank: int, folder: str) -> None:
+    """Compare folded rows on one rank with the plain class."""
+    save_for_dpo(folder)
+    for name, options in (CASES["grpo, folded"], CASES["dpo, folded"]):
+        found = []
+        for change in (unchanged, changed(sp_size=1)):
+            begin(rank)
+            found.append(getattr(trainers, name)(change, path=folder, **options))
+        compare(*found)
+
+
+def test_one_rank_folds(tmp_path):
+    run_ranks(1, fold_alone, str(tmp_path))
+    with pytest.raises(ValueError, match="fold=True is for GRPOTrainer, RLOOTrainer"):
+        changed(fold=True)(trl.SFTTrainer)
 
 
 def reward_on(rank: int) -> None:

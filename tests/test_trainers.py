@@ -81,6 +81,7 @@ def compare(found: Any, expected: Any, at: str = "", bound: float = BOUND) -> No
         assert same, (at, found, expected)
 
 
+FOLDED = {"fold": True, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "trainer": ("train_with_trainer", {}),
     "accumulation": ("train_with_trainer", {"gradient_accumulation_steps": 2}),
@@ -135,6 +136,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "train_with_reinforcement",
         {"name": "GRPO", "loss_type": "dr_grpo", "steps_per_generation": 4},
     ),
+    # Micro-batches of whole batches, since other rows are together than in the plain class
+    "grpo, folded": ("train_with_reinforcement", {"name": "GRPO", **FOLDED}),
+    "rloo, folded": ("train_with_reinforcement", {"name": "RLOO", **FOLDED}),
+    "dpo, folded": ("train_with_dpo", {"fold": True}),
+    "grpo, completions of a server": ("train_with_server", {}),
     "rloo": ("train_with_reinforcement", {"name": "RLOO", "steps_per_generation": 4}),
     "sft, then dpo": ("train_twice", {}),
     "comparison of the page": ("compare_as_on_the_page", {}),

@@ -407,6 +407,7 @@ def train_with_dpo(
     path: str,
     adapter: bool = False,
     before: bool = False,
+    fold: bool = False,
     trained: hf.PreTrainedModel | None = None,
     **changes: Any,
 ) -> dict[str, Any]:
@@ -415,7 +416,7 @@ def train_with_dpo(
 
     with tempfile.TemporaryDirectory() as folder:
         options = arguments(folder, max_length=64, **changes) | {"bf16": False}
-        trainer = change(DPOTrainer)(
+        trainer = change(DPOTrainer, fold=fold)(
             model=trained or path,
             ref_model=trained and model(),
             args=DPOConfig(**options, precompute_ref_log_probs=before),
@@ -450,6 +451,47 @@ def roll_out(prompts: list[str], trainer: Any) -> dict[str, Any]:
     }
 
 
+class PretendedServer:
+    """A client of a vLLM server that draws completions, and keeps what it was asked for."""
+
+    def __init__(self, **_others: Any):
+        self.asked: list[list] = []
+        self.pushed = 0
+
+    def init_communicator(self, device: Any) -> None:
+        pass
+
+    def get_server_info(self) -> dict[str, Any]:
+        return {"model_config": {"logprobs_mode": "processed_logprobs"}}
+
+    def update_named_params(self, metadata: list, params: Any) -> None:
+        assert [name for name, *_ in metadata] == [name for name, _ in params]
+        self.pushed += 1
+
+    def reset_prefix_cache(self) -> None:
+        pass
+
+    def generate(self, prompts: list, n: int, **_others: Any) -> dict[str, list]:
+        self.asked.append(prompts)
+        texts = [str(prompt) for prompt in prompts for _ in range(n)]
+        completions = draw_completions(texts, 0)
+        logprobs = [[[-4.0 + 0.01 * x] for x in ids] for ids in completions]
+        return {"prompt_ids": prompts, "completion_ids": completions, "logprobs": logprobs}
+
+
+def train_with_server(change: Change, path: str) -> dict[str, Any]:
+    """Train with GRPO on completions of a vLLM server, which only pretends to be one."""
+    from trl.generation import vllm_generation
+
+    names = {"VLLMClient": PretendedServer, "is_vllm_available": lambda: True}
+    with unittest.mock.patch.multiple(vllm_generation, **names):
+        found = train_with_reinforcement(change, path, "GRPO", use_vllm=True, vllm_mode="server")
+    server = found.pop("server")
+    told = [server and (server.asked, server.pushed)]  # TRL's main process has the client
+    dist.broadcast_object_list(told, 0)
+    return found | {"asked and pushed": told}
+
+
 def count_odd(completion_ids: list, log_extra: Any, log_metric: Any, **_others: Any) -> list:
     """Reward odd tokens. Every seventh completion has no reward."""
     rewards = [sum(x % 2 for x in ids) / len(ids) for ids in completion_ids]
@@ -462,7 +504,9 @@ async def prefer_short(completion_ids: list, **_others: Any) -> list[float]:
     return [-0.1 * len(ids) for ids in completion_ids]
 
 
-def train_with_reinforcement(change: Change, path: str, name: str, **changes: Any) -> dict:
+def train_with_reinforcement(
+    change: Change, path: str, name: str, fold: bool = False, **changes: Any
+) -> dict:
     """Train with GRPO or RLOO on completions that do not depend on the model. The prompts of a
     batch have different lengths.
     """
@@ -475,7 +519,7 @@ def train_with_reinforcement(change: Change, path: str, name: str, **changes: An
     options |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2} | changes
     options |= {"per_device_eval_batch_size": 4, "include_num_input_tokens_seen": False}
     with tempfile.TemporaryDirectory() as folder:
-        trainer = change(getattr(trl, f"{name}Trainer"))(
+        trainer = change(getattr(trl, f"{name}Trainer"), fold=fold)(
             model=path,
             reward_funcs=[
                 count_odd,
@@ -487,7 +531,7 @@ def train_with_reinforcement(change: Change, path: str, name: str, **changes: An
             train_dataset=datasets.Dataset.from_list(rows),
             eval_dataset=datasets.Dataset.from_list(rows[:4]),
             processing_class=tokenizer(),
-            **({"rollout_func": roll_out} if is_grpo else {}),
+            **({"rollout_func": roll_out} if is_grpo and not options.get("use_vllm") else {}),
         )
         if not is_grpo:  # which takes no rollout_func
             trainer._generate_single_turn = lambda prompt_ids, *_: draw_completions(
@@ -500,6 +544,8 @@ def train_with_reinforcement(change: Change, path: str, name: str, **changes: An
     ]
     found["evaluated sum of advantages"] = found.pop("evaluated")
     logged = {name: [*trainer._logs[name]] for name in ("prompt", "completion", "advantages")}
+    if trainer.use_vllm:
+        logged["server"] = getattr(trainer.vllm_generation, "vllm_client", None)
     return found | logged | {"extra": {x: [*y] for x, y in trainer._logs["extra"].items()}}
 
 

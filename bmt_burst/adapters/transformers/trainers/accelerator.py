@@ -168,7 +168,7 @@ class ParallelAccelerator(Accelerator):
 
     def _enable(self, model: nn.Module) -> None:
         """Enable the models of transformers in `model`, unless they are enabled."""
-        if self.sp.size > 1:
+        if self.sp.size > 1 or self._sp_options.fold:
             enable_inside(model, self.sp, self._sp_options)
 
     def prepare(self, *args: Any, **named: Any) -> Any:

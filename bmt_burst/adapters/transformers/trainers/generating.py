@@ -7,6 +7,7 @@ them generates a share of the completions, and the first one computes the reward
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -107,26 +108,33 @@ class GeneratingTrainer(ParallelTrainer):
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         """Return the rows of a step: generate completions, or take those from before."""
-        if self.sp.size == 1:
-            return super()._prepare_inputs(inputs)
         self._enable_reference()
         names = {base.__name__: base.__module__ for base in type(self).__mro__}
         [module] = (sys.modules[names[name]] for name in GENERATING_OF_TRL if name in names)
-        assert self.accelerator._peers is not None, "there are several ranks"
-        gather_object = self.accelerator._peers.gather_objects
-        shuffle = module.shuffle_sequence_dict
-
-        def shuffle_in_group(rows: dict[str, Any]) -> dict[str, Any]:
-            torch.set_rng_state(self._share("the order of rows", torch.get_rng_state))
-            return shuffle(rows)
-
+        peers = self.accelerator._peers
         # TRL imports functions of accelerate, which count ranks
+        gather_object = module.gather_object if peers is None else peers.gather_objects
+        shuffle = functools.partial(self._shuffle, module.shuffle_sequence_dict)
         with (
             replaced(module, gather=self.accelerator.gather, gather_object=gather_object),
-            replaced(module, shuffle_sequence_dict=shuffle_in_group),
+            replaced(module, shuffle_sequence_dict=shuffle),
             replaced(vllm_generation, gather_object=gather_object),
         ):
             return super()._prepare_inputs(inputs)
+
+    def _shuffle(self, shuffle: Callable, batch: dict[str, Any]) -> dict[str, Any]:
+        """Shuffle the rows of a batch as the first rank of the group does. Keep those of a prompt
+        together if they are folded.
+        """
+        if self.sp.size > 1:
+            torch.set_rng_state(self._share("the order of rows", torch.get_rng_state))
+        if not self._sp_options.fold:
+            return shuffle(batch)
+        prompts = batch["prompt_ids"].cpu()
+        starts = (prompts[1:] != prompts[:-1]).any(1).nonzero().flatten() + 1
+        rows = [*torch.arange(len(prompts)).tensor_split(starts)]
+        order = torch.cat(shuffle({"rows": rows})["rows"])
+        return {name: x[order] if x.dim() else x for name, x in batch.items()}
 
     def _share(self, doing: str, find: Callable[[], Any]) -> Any:
         """Return what `find` returns on the first rank of this group. Its ranks all call it."""
@@ -161,12 +169,15 @@ class GeneratingTrainer(ParallelTrainer):
 
     def _generate_single_turn(self, prompt_ids: list, *args: Any, **named: Any) -> Any:
         """Generate the completions of a group's rows. Each rank generates a share of them."""
-        if self.sp.size == 1 or self.use_vllm:
-            return super()._generate_single_turn(prompt_ids, *args, **named)
+        generate = super()._generate_single_turn
+        if self.use_vllm:
+            return generate(prompt_ids, *args, **named)
+        if self.sp.size == 1:
+            with plain(self.model):
+                return generate(prompt_ids, *args, **named)
         begin, end = (len(prompt_ids) * (self.sp.rank + i) // self.sp.size for i in (0, 1))
         # FSDP2 gathers weights in each step, so a rank without rows generates one that nobody reads
         mine = prompt_ids[begin:end] or prompt_ids[:1]
-        generate = super()._generate_single_turn
 
         def generate_mine() -> tuple[Any, ...]:
             found = generate(mine, *args, **named)

@@ -88,6 +88,7 @@ def _enable_inside(model: nn.Module, sp: SequenceParallel, options: Options) -> 
                 f"this {type(found).__name__} is already enabled, for other groups: pass a model "
                 "that is not enabled, since sequence_parallel enables it"
             )
+        enabled._folds = options.fold
         if enabled._without_targets is not None:
             enabled._with_targets = WantedOutputs.WHOLE_FOR_OTHERS if is_inside else None
             if options.loss_only:

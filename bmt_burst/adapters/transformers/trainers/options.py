@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 GENERATING_OF_TRL = ("GRPOTrainer", "RLOOTrainer")
+FOLDING_OF_TRL = (*GENERATING_OF_TRL, "DPOTrainer")  # their rows share prompts
 TESTED_OF_TRL = (
     *("SFTTrainer", "DPOTrainer", "RewardTrainer", *GENERATING_OF_TRL),
     *("KTOTrainer", "ORPOTrainer", "CPOTrainer", "TPOTrainer"),
@@ -24,6 +25,7 @@ class Options:
     balanced: bool
     untested: bool
     loss_only: bool
+    fold: bool
     of_attention: dict[str, Any]
 
 

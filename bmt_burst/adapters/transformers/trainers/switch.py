@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from ....base.arguments import as_bool
 from ...enabling import Class, make_class
-from .options import GENERATING_OF_TRL, TESTED_OF_TRL, Options, is_tested
+from .options import FOLDING_OF_TRL, GENERATING_OF_TRL, TESTED_OF_TRL, Options, is_tested
 
 _GENERATING = (
     *("DistillationTrainer", "A2POTrainer", "AsyncGRPOTrainer", "AsyncDistillationTrainer"),
@@ -29,6 +29,7 @@ def sequence_parallel(
     strategy: str = "auto",
     untested: bool = False,
     loss_only: bool = False,
+    fold: bool = False,
 ) -> Class:
     """Return a subclass of `cls` in which groups of ranks share each sequence.
 
@@ -51,6 +52,8 @@ def sequence_parallel(
     loss_only         whether code of yours reads only the loss of calls with labels: a subclass's
                       `compute_loss` or steps, or a module around the model. Then no whole logits
                       are made
+    fold              whether GRPOTrainer, RLOOTrainer and DPOTrainer compute tokens that rows of a
+                      batch share once for all of them, such as a prompt. Also with one rank a group
 
     Raises TypeError for classes that are neither, and ValueError for other trainers that generate,
     and for those that were not tested unless untested=True. Objects raise ValueError, on all ranks
@@ -67,6 +70,7 @@ def sequence_parallel(
         balanced=as_bool("balanced", balanced),
         untested=as_bool("untested", untested),
         loss_only=as_bool("loss_only", loss_only),
+        fold=as_bool("fold", fold),
         of_attention={
             "flash": flash,
             "deterministic": as_bool("deterministic", deterministic),
@@ -75,6 +79,8 @@ def sequence_parallel(
     )
     names = [base.__name__ for base in cls.__mro__]
     _check_class(cls, names, options.untested)
+    if options.fold and {*FOLDING_OF_TRL}.isdisjoint(names):
+        raise ValueError(f"fold=True is for {', '.join(FOLDING_OF_TRL)}, got {cls.__name__}")
     if not {*GENERATING_OF_TRL}.isdisjoint(names):
         from .generating import GeneratingTrainer as mixin
     elif "Trainer" in names:

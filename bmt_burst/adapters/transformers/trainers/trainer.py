@@ -85,8 +85,8 @@ class ParallelTrainer(Trainer):
     def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **named: Any) -> Any:
         given = {**dict(zip(("return_outputs", "num_items_in_batch"), args, strict=False)), **named}
         outputs = None
+        self._enable_reference()
         if self.sp.size > 1:
-            self._enable_reference()
             outputs = self._choose_outputs(model)
             if outputs is not WantedOutputs.WHOLE_FOR_OTHERS:
                 inputs = self._smooth_over_ranks(model, inputs, given.get("num_items_in_batch"))
