@@ -219,8 +219,6 @@ class Layout(ABC):
 
 
 class Zigzag(Layout):
-    """See `Layout.zigzag`."""
-
     name = "zigzag"
 
     def ranges(self, rank: int) -> Sequence[range]:
@@ -232,8 +230,6 @@ class Zigzag(Layout):
 
 
 class Striped(Layout):
-    """See `Layout.striped`."""
-
     name = "striped"
 
     def ranges(self, rank: int) -> Sequence[range]:
@@ -241,8 +237,6 @@ class Striped(Layout):
 
 
 class Contiguous(Layout):
-    """See `Layout.contiguous`."""
-
     name = "contiguous"
 
     def ranges(self, rank: int) -> Sequence[range]:

@@ -118,12 +118,12 @@ class UlyssesPlan(Plan):
     def reserve(self, rings: Rings, device: torch.device, with_backward: bool) -> None:
         super().reserve(rings, device, with_backward)
         for ring in filter(None, self.rings):
-            ring.reserve(_between_hosts(rings), device, with_backward)
+            ring.reserve(Rings(rings.outer, ALONE), device, with_backward)
 
     def forward(
         self, rings: Rings, q: Tensor, k: Tensor, v: Tensor, inputs: Tensors = ()
     ) -> tuple[Tensor, Tensor, Tensors]:
-        between, select = _between_hosts(rings), self.problem.scoring.select_heads
+        between, select = Rings(rings.outer, ALONE), self.problem.scoring.select_heads
         kept: list[Tensor] = []  # by the rings of all pieces, equally many each
 
         def attend(ring: RingPlan, heads: slice, tensors: Sequence[Tensor]) -> Tensors:
@@ -141,7 +141,7 @@ class UlyssesPlan(Plan):
         self, rings: Rings, queries: QueryGradients, keys: Keys, inputs: Tensors, kept: Tensors
     ) -> tuple[Tensor, Tensor, Tensor, Tensors]:
         q, k, v = queries.q, keys.k, keys.v
-        between, select = _between_hosts(rings), self.problem.scoring.select_heads
+        between, select = Rings(rings.outer, ALONE), self.problem.scoring.select_heads
         gradients, remaining = tuple(map(torch.zeros_like, inputs)), iter(kept)
         kept_by_ring = len(kept) // max(len(self.rings) - self.rings.count(None), 1)
 
@@ -241,8 +241,3 @@ class UlyssesPlan(Plan):
             plan = plans.setdefault(sizes, RingPlan(replace(hosts, sizes=sizes), self.host))
             found.append(plan if length(heads) else None)
         return found
-
-
-def _between_hosts(rings: Rings) -> Rings:
-    """Return the ring of the ranks at this rank's place of all hosts."""
-    return Rings(rings.outer, ALONE)

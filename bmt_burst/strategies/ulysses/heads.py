@@ -38,11 +38,9 @@ def cut_heads(heads: int, ratio: int, rows: int, work: int) -> tuple[int, ...]:
 
     Only two exchanges have no kernel to hide behind: the first that a rank receives, and the last
     that it returns. They are shorter if the first and the last piece have few heads. But the host
-    enqueues each piece anew: in three pieces, a call of 8K tokens a GPU took twice as long as its
-    kernels. So there are no more pieces than the work pays for, and two have equally many heads.
-
-    All hosts have the same pieces, since the ring between them computes one after the other. A
-    piece has whole kv heads where that is possible, because each piece receives its kv heads.
+    enqueues each piece anew, so there are no more than the work pays for. All hosts have the same
+    pieces, since the ring between them computes one after the other. A piece has whole kv heads
+    where that is possible, because each piece receives its kv heads.
     """
     pieces = work // _PIECE_WORK
     if pieces < 2:
