@@ -253,16 +253,14 @@ def reserve_ahead(
     rings: Rings,
     find_sequences: Callable[[], Iterable[WholeSequence]],
     kind: SoftmaxAttention,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    given: Sequence[Any],
     terms: dict[str, Any],
     with_backward: bool,
-    tensors: Sequence[Any],
 ) -> None:
     """Reserve memory for calls of such tensors, with other numbers of tokens. Keep their plans.
 
     find_sequences  returns the sequences of these calls, with Layouts
+    given           q, k and v, the sinks or None, and the tensors of the extension
     terms           what ranks compare: equal on two ranks only if the sequences are
     with_backward   whether these calls will have a backward
 
@@ -274,7 +272,7 @@ def reserve_ahead(
 
     def find(sequence: WholeSequence, recomputes: bool = False) -> Request:
         with KeptResults([], recomputes):
-            return _find_request(rings, sequence, kind, (q, k, v, *tensors), tensors)
+            return _find_request(rings, sequence, kind, given, given[3:])
 
     def check() -> tuple[Terms, Request]:
         first = find(next(iter(find_sequences())))
@@ -290,9 +288,9 @@ def reserve_ahead(
             plans = [r.make_plan(rings, *each) for r, each in zip(requests, tokens, strict=True)]
         # at once, since all ranks stop whenever this memory grows
         found = [plan.lane_bytes(with_backward) for plan in plans]
-        rings.reserve({lane: max(x[lane] for x in found) for lane in LANES}, q.device)
+        rings.reserve({lane: max(x[lane] for x in found) for lane in LANES}, given[0].device)
         for sequence, plan, each in zip(sequences, plans, tokens, strict=True):
-            plan.reserve(rings, q.device, with_backward)  # also on rings of its own
+            plan.reserve(rings, given[0].device, with_backward)  # also on rings of its own
             of_ranks = [dict(zip(_OWN, own, strict=True)) for own in zip(*each, strict=True)]
             for recorded, recomputes in itertools.product({False, with_backward}, runs):
                 shared = {**find(sequence, recomputes).terms.shared, _RECORDING: recorded}
@@ -305,7 +303,7 @@ def reserve_ahead(
         history.find(history.plans, lines, make)
 
     if rings.shared:
-        with on_device(q), without_policies():
+        with on_device(given[0]), without_policies():
             run_agreed(rings, doing, check, run)
 
 

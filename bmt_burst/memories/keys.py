@@ -129,7 +129,7 @@ class KeyMemory(Memory):
             # Later there may be no memory left. To let it grow with each chunk would be slow.
             terms = turn.terms | {"window": self.kind.window}
             sequences = functools.partial(map, _find_sequence, self.keys)
-            reserve_ahead(rings, sequences, kind, q, k, v, terms, turn.with_backward, tensors)
+            reserve_ahead(rings, sequences, kind, (q, k, v, *tensors), terms, turn.with_backward)
         sequence = _find_sequence(self.keys[turn.number])
         return attend(rings, sequence, kind, q, k, v, tensors, past)[0]
 

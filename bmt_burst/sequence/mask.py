@@ -173,12 +173,12 @@ class Mask:
         """
         nodes = read_tree(lengths, parents)
         slices = [
-            Slice(queries, node.span, 0 if queries[0] == node.span[0] else None)
-            for node in nodes
-            for queries in node.subtree
+            Slice(queries, span, 0 if queries[0] == span[0] else None)
+            for span, _, subtree in nodes
+            for queries in subtree
         ]
-        depths = join_depths([(node.span[0], node.depth) for node in nodes])
-        n = _number("the sum of lengths", nodes[-1].span[1])
+        depths = join_depths([(span[0], depth) for span, depth, _ in nodes])
+        n = _number("the sum of lengths", nodes[-1][0][1])
         return _mask(n, sorted(slices, key=_start), depths=depths)
 
     @staticmethod

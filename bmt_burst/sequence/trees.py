@@ -6,7 +6,6 @@ import bisect
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from ..base.arguments import as_int, check_iterable
 from .span import Span, merged, overlap
@@ -15,17 +14,9 @@ from .span import Span, merged, overlap
 Depths = tuple[tuple[int, int], ...]
 
 
-class Node(NamedTuple):
-    """Tokens that follow one another, in every branch that has them.
-
-    span     the tokens
-    depth    the number of tokens that precede the first one in its branches
-    subtree  the tokens that see them, rising
-    """
-
-    span: Span
-    depth: int
-    subtree: tuple[Span, ...]
+# tokens that follow one another in all branches that have them, how many tokens precede the first
+# one there, and the tokens that see them, rising
+Node = tuple[Span, int, tuple[Span, ...]]
 
 
 def read_tree(lengths: Sequence[int], parents: Sequence[int | None]) -> list[Node]:
@@ -62,7 +53,7 @@ def read_tree(lengths: Sequence[int], parents: Sequence[int | None]) -> list[Nod
         subtrees[i] = merged(below[i])
         if (parent := up[i]) is not None:
             below[parent] += subtrees[i]
-    return [Node(*node) for node in zip(spans, depths, subtrees, strict=True)]
+    return [*zip(spans, depths, subtrees, strict=True)]
 
 
 def join_depths(depths: Sequence[tuple[int, int]]) -> Depths:
