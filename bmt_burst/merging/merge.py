@@ -99,10 +99,7 @@ class Sum:
 
     def sent(self, span: Span) -> Tensors:
         """Return the sum of tokens as it is sent: (B, T, heads, ...), a view if one part has it."""
-        parts, tokens = clip_parts(self.parts, span), length(span)
-        if is_whole(parts, tokens) and parts[0][1].dtype == self.dtype:
-            return tuple(parts[0][1:])
-        return self.like(tokens, self.dtype, 0, parts).result()
+        return self.like(length(span), self.dtype, 0, clip_parts(self.parts, span)).result()
 
     def like(
         self, tokens: int, dtype: torch.dtype, limit: float | None, parts: Iterable[Any] = ()

@@ -41,16 +41,12 @@ class Rows(NamedTuple):
     packed: bool = False
 
     @property
-    def arguments(self) -> str:
-        """The arguments that the mask follows from."""
-        return "cu_seqlens, causal or window" if self.packed else "mask or causal"
-
-    @property
     def terms(self) -> dict[str, Any]:
         """The terms that ranks compare."""
+        of_mask = "cu_seqlens, causal or window" if self.packed else "mask or causal"
         return {
             "masks or layouts by row": self.stacked > 0,
-            self.arguments: self.mask or ("causal" if self.causal else "full"),
+            of_mask: self.mask or ("causal" if self.causal else "full"),
             "window": self.window,
             "layout": self.layout,
             "kv_layout": self.kv_layout,

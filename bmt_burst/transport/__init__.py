@@ -25,7 +25,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from .messenger import Echo, Messenger
+from .messenger import Messenger
 from .watch import Watch
 
 Messages = list[tuple[Tensor, int]]  # tensors, and the ranks to send them to or receive them from
@@ -180,7 +180,7 @@ def as_bytes(x: Tensor) -> Tensor:
 class Alone(Transport):
     """A ring of one rank. ALONE is the only one, also after it was copied or pickled."""
 
-    rank, size, messenger = 0, 1, Echo()
+    rank, size, messenger = 0, 1, Messenger()
 
     def __reduce__(self) -> str:
         return "ALONE"

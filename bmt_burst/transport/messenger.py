@@ -7,7 +7,6 @@ lines before it goes on, and must learn if one is missing.
 from __future__ import annotations
 
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Final, Self
 
@@ -20,8 +19,8 @@ DEFAULT_TIMEOUT: Final = 120.0
 MESSAGE_BYTES: Final = 4096
 
 
-class Messenger(ABC):
-    """One rank's end of the messages of a group.
+class Messenger:
+    """One rank's end of the messages of a group. By default the rank is alone.
 
     timeout    seconds that this rank waits for other ranks
     in_use     held by the thread that makes a call
@@ -49,9 +48,9 @@ class Messenger(ABC):
             raise type(self.unusable)(f"{self.unusable}; its group is unusable")
         return self._gather(message)
 
-    @abstractmethod
     def _gather(self, message: bytes) -> list[bytes]:
         """Gather messages in a group that is usable."""
+        return [message]
 
     def fail(self, reason: str, place: int) -> RuntimeError | None:
         """Report that this rank failed in the middle of a call. Return the error of another rank
@@ -65,13 +64,6 @@ class Messenger(ABC):
     def close(self, reason: str) -> None:
         """Report that this rank sends no more messages. The group is unusable."""
         self.unusable = self.unusable or RuntimeError(f"this rank of the group failed: {reason}")
-
-
-class Echo(Messenger):
-    """Messages of a rank alone."""
-
-    def _gather(self, message: bytes) -> list[bytes]:
-        return [message]
 
 
 def make_late_error(peers: Sequence[int], seconds: float) -> RankLate:

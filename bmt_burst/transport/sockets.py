@@ -52,7 +52,7 @@ class SocketMessenger(Messenger):
 
     def _gather(self, message: bytes) -> list[bytes]:
         if self.size == 1:
-            return [message]
+            return super()._gather(message)
         try:
             if not self.peers:
                 self._connect()
