@@ -83,9 +83,8 @@ def check_tensor(name: str, x: Any) -> None:
         raise TypeError(f"{name} must be a dense tensor, got a nested one or layout {x.layout}")
     if type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         hint = ": give its to_local(), this rank's part" if hasattr(x, "to_local") else ""
-        raise TypeError(
-            f"{name} must be a plain tensor, a {type(x).__name__} has no values of its own{hint}"
-        )
+        reason = f"a {type(x).__name__} has no values of its own"
+        raise TypeError(f"{name} must be a plain tensor, {reason}{hint}")
 
 
 def check_like_lse(name: str, x: Tensor, q: Tensor) -> None:

@@ -79,10 +79,8 @@ def begin_backward(ctx: Any, name: str, *grads: Tensor | None) -> tuple[Tensor, 
             hint = "call it once on each chunk's loss, before the next chunk"
             raise ValueError(f"the backward of a chunk ran twice: {hint}")
         if ctx.past.begin is None:
-            raise ValueError(
-                "a chunk of forward() or of a prefill has no backward: call backward on the loss "
-                "of a chunk that Chunks.backward() yielded"
-            )
+            hint = "call backward on the loss of a chunk that Chunks.backward() yielded"
+            raise ValueError(f"a chunk of forward() or of a prefill has no backward: {hint}")
         ctx.past.begin()
     return saved
 

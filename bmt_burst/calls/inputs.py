@@ -64,19 +64,17 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, is_packe
 
 def _check_one(name: str, x: Tensor, is_packed: bool) -> None:
     check_tensor(name, x)
+    shape = tuple(x.shape)
     if x.dim() != (3 if is_packed else 4):
         expected = "packed, (tokens" if is_packed else "(batch, tokens"
         other = {3: "burst_attn_varlen_func takes packed documents", 4: "burst_attn_func batches"}
         hint = f": {other[x.dim()]}" if x.dim() in other else ""
-        shape = f"{tuple(x.shape)}{hint}"
-        raise ValueError(f"{name} must be {expected}, heads, head size), got shape {shape}")
+        raise ValueError(f"{name} must be {expected}, heads, head size), got shape {shape}{hint}")
     if x.dtype not in DTYPES:
         raise TypeError(f"{name} must be fp16, bf16, fp32 or fp64, got {x.dtype}")
-    *batch, _tokens, heads, head_size = x.shape
+    *batch, _tokens, heads, head_size = shape
     if 0 in (*batch, heads, head_size):
-        raise ValueError(
-            f"{name} must have batch, heads and head size above 0, got shape {tuple(x.shape)}"
-        )
+        raise ValueError(f"{name} must have batch, heads and head size above 0, got shape {shape}")
 
 
 def _check_together(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -131,7 +129,6 @@ def unpack_tensor(name: str, x: Tensor, count: int) -> tuple[Tensor, ...]:
     """
     check_tensor(name, x)
     if x.dim() < 4 or x.shape[-3] != count:
-        raise ValueError(
-            f"{name} must be (..., tokens, {count}, heads, head size), got shape {tuple(x.shape)}"
-        )
+        expected = f"(..., tokens, {count}, heads, head size)"
+        raise ValueError(f"{name} must be {expected}, got shape {tuple(x.shape)}")
     return x.unbind(-3)

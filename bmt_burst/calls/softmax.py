@@ -170,9 +170,9 @@ class Request:
         if self.extension is None:
             return choose(strategy, problem).plan(problem, rings.rank)
         if kv_layout is not None and not self.extension.takes_two_lengths:
+            got = f"{layout!r} and a kv_layout, {kv_layout!r}: omit kv_layout"
             raise ValueError(
-                f"{self.extension.name} takes queries and keys of one layout, got {layout!r} and a "
-                f"kv_layout, {kv_layout!r}: omit kv_layout"
+                f"{self.extension.name} takes queries and keys of one layout, got {got}"
             )
         return self.extension.plan(problem, rings.rank, strategy)
 

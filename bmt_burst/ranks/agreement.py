@@ -63,9 +63,8 @@ class Terms:
             terms["terms"] = hashlib.blake2b(text, digest_size=16).hexdigest()
         line = json.dumps(terms).encode()
         if len(line) > MESSAGE_BYTES:
-            raise ValueError(
-                f"expected at most {MESSAGE_BYTES} bytes to describe {self.doing}, got {len(line)}"
-            )
+            expected = f"at most {MESSAGE_BYTES} bytes to describe {self.doing}"
+            raise ValueError(f"expected {expected}, got {len(line)}")
         return line
 
 

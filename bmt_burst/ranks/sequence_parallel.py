@@ -382,10 +382,8 @@ class WholeSequence:
 def _check_rows(x: Tensor, dim: int, batch: int) -> None:
     """Raise ValueError unless x (batch or 1, S, ...) is to be cut or joined along S."""
     if check_dim(x, dim) != 1 or len(x) not in (1, batch):
-        raise ValueError(
-            f"expected a tensor of {batch} rows and dim=1, since rows have layouts of their own, "
-            f"got shape {tuple(x.shape)} and dim={dim}"
-        )
+        expected = f"a tensor of {batch} rows and dim=1, since rows have layouts of their own"
+        raise ValueError(f"expected {expected}, got shape {tuple(x.shape)} and dim={dim}")
 
 
 _find_local = functools.lru_cache(maxsize=_MOST_LOCAL, typed=True)(WholeSequence)

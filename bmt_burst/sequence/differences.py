@@ -41,10 +41,8 @@ def mask_difference(one: Iterable[Any], other: Iterable[Any], ranks: Pair = (0, 
             ends = range(start + 1, stop)
             query = start + bisect_left(ends, True, key=lambda end: _differ((start, end), *here))
             first, second = (_list_keys(query, mask) for mask in masks)
-            return (
-                f"the first query that differs is {query}: it sees {first} on rank {ranks[0]} and "
-                f"{second} on rank {ranks[1]}"
-            )
+            seen = f"{first} on rank {ranks[0]} and {second} on rank {ranks[1]}"
+            return f"the first query that differs is {query}: it sees {seen}"
     return ""
 
 
@@ -64,10 +62,8 @@ def layout_difference(
                 mine, others = (
                     f"tokens {describe_run(x)}" if x else "no more tokens" for x in (first, second)
                 )
-                return (
-                    f"rank {ranks[0]} puts {mine} on rank {owner}, "
-                    f"rank {ranks[1]} puts {others} there"
-                )
+                one_puts = f"rank {ranks[0]} puts {mine} on rank {owner}"
+                return f"{one_puts}, rank {ranks[1]} puts {others} there"
     return ""
 
 

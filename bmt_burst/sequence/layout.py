@@ -302,10 +302,9 @@ class Chunked(Stacked):
         count = count_chunks(whole.seq_len, most)
         if (shortest := whole.seq_len // count) < whole.size:
             least = -(-whole.seq_len // (whole.seq_len // whole.size))
-            raise ValueError(
-                f"a chunk of {shortest} of {whole.seq_len} tokens is too short for {whole.size} "
-                f"ranks: expected chunks of at least {least} tokens, got tokens={most}"
-            )
+            chunk = f"a chunk of {shortest} of {whole.seq_len} tokens"
+            expected = f"expected chunks of at least {least} tokens, got tokens={most}"
+            raise ValueError(f"{chunk} is too short for {whole.size} ranks: {expected}")
         cut = [_chunk(whole.seq_len, count, index) for index in range(count)]
         self.spans = tuple((positions.start, positions.stop) for positions in cut)
         super().__init__([type(whole)(len(positions), whole.size) for positions in cut])
@@ -385,9 +384,9 @@ def shift_labels(
     labels = torch.cat([tokens.narrow(dim, 1, tokens.shape[dim] - 1), last], dim)
     if isinstance(mask, Sequence):
         if tokens.dim() != 2 or dim != 1 or len(mask) != len(tokens):
+            got = f"{len(mask)} masks, tokens {tuple(tokens.shape)} and dim {dim}"
             raise ValueError(
-                "expected tokens (B, S) with a mask for each row and dim 1, "
-                f"got {len(mask)} masks, tokens {tuple(tokens.shape)} and dim {dim}"
+                f"expected tokens (B, S) with a mask for each row and dim 1, got {got}"
             )
         for row, its_mask in zip(labels, mask, strict=True):
             row.index_fill_(0, _last_tokens(its_mask, len(row), row.device), IGNORE_INDEX)

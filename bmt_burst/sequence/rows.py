@@ -88,20 +88,18 @@ def check_seq_len(
     name    what the user passed
     """
     if mask.seq_len != (seq_len := sum(tokens)):
-        raise ValueError(
-            f"{name} has {mask.seq_len} {kind}, the ranks hold {seq_len}: {tokens}; expected "
-            f"{name.removeprefix('the ')} of the whole sequence, identical on every rank{hint}"
-        )
+        got = f"{name} has {mask.seq_len} {kind}, the ranks hold {seq_len}: {tokens}"
+        expected = f"{name.removeprefix('the ')} of the whole sequence, identical on every rank"
+        raise ValueError(f"{got}; expected {expected}{hint}")
 
 
 def check_lengths(layout: Layout, tokens: Sequence[int], kind: str = "tokens") -> None:
     """Raise ValueError unless each rank holds as many tokens as the layout gives it."""
     expected = [layout.length(rank) for rank in range(layout.size)]
     if sum(tokens) != layout.seq_len or list(tokens) != expected:
-        raise ValueError(
-            f"the ranks hold {tokens} {kind}, but {layout.name} cuts {layout.seq_len} into "
-            f"{expected}; cut tensors with bmt_burst.shard or with the layout's shard"
-        )
+        cut = f"{layout.name} cuts {layout.seq_len} into {expected}"
+        hint = "cut tensors with bmt_burst.shard or with the layout's shard"
+        raise ValueError(f"the ranks hold {tokens} {kind}, but {cut}; {hint}")
 
 
 def masks_of_rows(masks: Masks | None, batch: int) -> tuple[Mask, ...]:
@@ -193,10 +191,8 @@ def resolve_layouts(
         if mask.kv_len == mask.seq_len:
             return queries, None
         if isinstance(layout, Layout):
-            raise ValueError(
-                f"expected a kv_layout for {mask.kv_len} keys, got none: a Layout, such as this of "
-                f"{layout.seq_len} tokens, is for sequences of its own length"
-            )
+            hint = f"a Layout, such as this of {layout.seq_len} tokens, is for its own length"
+            raise ValueError(f"expected a kv_layout for {mask.kv_len} keys, got none: {hint}")
     keys = resolve_layout(layout if kv_layout is None else kv_layout, mask.transposed, size)
     return queries, None if keys == queries else keys
 

@@ -87,10 +87,10 @@ class _Ticket(Ticket):
     def wait(self) -> None:
         for tensor, peer, take in self.recvs:
             message = take()
-            if (message.shape, message.dtype) != (tensor.shape, tensor.dtype):
-                sent, wanted = (f"{tuple(x.shape)} {x.dtype}" for x in (message, tensor))
-                expected = f"rank {self.rank} expected {wanted} from rank {peer}"
-                raise AssertionError(f"{expected}, got {sent}")
+            sent, wanted = (f"{tuple(x.shape)} {x.dtype}" for x in (message, tensor))
+            assert sent == wanted, (
+                f"rank {self.rank} expected {wanted} from rank {peer}, got {sent}"
+            )
             tensor.copy_(message)
         if not all(as_bytes(now).equal(as_bytes(then)) for now, then in self.sent):
             raise AssertionError("a send buffer was overwritten while its exchange was under way")

@@ -63,10 +63,8 @@ class USP(Ulysses):
         layout, is_grid = problem.layout, problem.inner > 1 and problem.outer > 1
         runs = sum(len(r) for r in layout.shards[0] if r.step > 1) if is_grid else 0
         if runs > _MOST_RUNS:
-            return (
-                f"expected at most {_MOST_RUNS} runs of positions on a host, got {runs} of a "
-                f"{layout.name} layout: choose another layout"
-            )
+            got = f"{runs} of a {layout.name} layout: choose another layout"
+            return f"expected at most {_MOST_RUNS} runs of positions on a host, got {got}"
         return super().refuses(problem)
 
 
