@@ -35,7 +35,7 @@ _PHASES = ("data_s", "forward_s", "backward_s", "optimizer_s")
 
 def find_hooks() -> list[Callable]:
     """Return what pretrain.py passes to its trainer, as far as the checkout has it."""
-    names = ("train.planning.fitting", "fit_memory"), ("train.planning.warming", "warm")
+    names = ("train.planning.dry_run", "fit_memory"), ("train.planning.warming", "warm")
     try:
         return [getattr(importlib.import_module(module), name) for module, name in names]
     except ImportError:

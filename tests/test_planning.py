@@ -30,8 +30,7 @@ from tests.launcher import ROOT
 from train import plan as plan_script
 from train.loop.building import Kept
 from train.planning.attention import AttentionShape, attention_memory
-from train.planning.dry_run import advise, dry_run
-from train.planning.fitting import fit_memory
+from train.planning.dry_run import advise, dry_run, fit_memory
 from train.planning.memory import AttentionRun
 from train.planning.report import advice, command, explain_chunk
 from train.planning.search import (

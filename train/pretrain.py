@@ -36,8 +36,7 @@ from train.base.signals import StopSignal
 from train.checkpoints import checkpoint
 from train.loop.stages import Stages, parse_run
 from train.loop.trainer import Trainer
-from train.planning.dry_run import advise, dry_run
-from train.planning.fitting import fit_memory
+from train.planning.dry_run import advise, dry_run, fit_memory
 from train.planning.warming import warm
 from train.run import ending
 from train.run.distributed import init_distributed
@@ -76,7 +75,7 @@ def _run_rank(
     later: list[TrainConfig] = []
     if stages:
         stages.check(device)
-        watchdog.program = stages.program
+        watchdog.program = f"pretrain.py: stage {stages.current.name}"
         later = [stage.config for stage in stages.later]
     trainer = Trainer(config, device, stop, watchdog, fit_memory, warm)
     check_room(trainer.engine, trainer.progress.step, config, *later)

@@ -10,6 +10,8 @@ import math
 from abc import abstractmethod
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -21,10 +23,11 @@ from bmt_burst import IGNORE_INDEX, Scores
 from models.cpm_live.config import AntConfig, BeeConfig, LiveConfig
 from models.cpm_live.scores import MOST_SLICES, ant_scores, bee_scores, slices_of
 from train.base.wording import counted
-from train.cpm_live.data import InstanceFile
 from train.cpm_live.instances import COLUMNS, TASKS, Instance, shuffle_answers
 from train.cpm_live.packing import pack_rows
+from train.cpm_live.stored import InstanceFiles
 from train.data.source import Stored
+from train.data.token_file import TokenFile
 
 _DEEPEST = 8  # largest number of steps to a common ancestor that is distinguished
 _HIDDEN_SHARE = 0.15  # hidden share of a text with task "mlm" (BERT, arXiv 1810.04805)
@@ -51,6 +54,37 @@ class Row:
     targets: Tensor
     target_subs: Tensor
     instances: int
+
+
+class InstanceFile(TokenFile):
+    """A folder of instances for one kind of model. Raises the same errors as TokenFile."""
+
+    def __init__(self, folder: str | Path, instances: str):
+        self.instances = instances
+        super().__init__(folder)
+
+    @cached_property
+    def all(self) -> InstanceFiles:
+        return InstanceFiles(self.folder, np.dtype(self.index["dtype"]))
+
+    @property
+    def hashes(self) -> dict[str, str]:
+        """The sha256 of the files of tokens, sub-ids, segments and tasks, if the index has them."""
+        return {
+            name: found
+            for name, found in self.index.get("sha256", {}).items()
+            if name.endswith(".bin")
+        }
+
+    def instance(self, number: int, part: slice = slice(None)) -> Instance:
+        """Return an instance, as InstanceFiles does. Raises ValueError for unknown tokens."""
+        found = self.all.instance(number, part)
+        if len(found) and found.tokens.max() >= self.index["vocab_size"]:
+            raise ValueError(
+                f"{self.folder}: expected tokens below {self.index['vocab_size']}, the size of the "
+                f"vocabulary, got {int(found.tokens.max())} in instance {number}"
+            )
+        return found
 
 
 class PackedRows(Stored):

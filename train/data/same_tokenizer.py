@@ -92,6 +92,5 @@ def extends(tokenizer: Tokenizer, other: Tokenizer) -> bool:
 
 
 def _warn_of_missing(folder: Path | str) -> None:
-    ranks.warn(
-        f"{folder} has no identity of its tokenizer: only the size of the vocabulary is checked"
-    )
+    only = "only the size of the vocabulary is checked"
+    ranks.warn(f"{folder} has no identity of its tokenizer: {only}")

@@ -44,7 +44,10 @@ class Stream(Source):
         self._files, self._sizes, self._announces = files, sizes, announces
         self._tokenizer = load_tokenizer(folder)
         self.vocab_size = self._tokenizer.vocab_size
-        self.num_lanes = _count_lanes(len(files.files), sizes.batch_size)
+        size = sizes.batch_size
+        # a divisor of the batch size, with several files for each lane
+        most = max(min(len(files.files) // _FILES_PER_LANE, size, _MOST_LANES), 1)
+        self.num_lanes = max(n for n in range(1, most + 1) if size % n == 0)
         self._lanes: dict[int, Lane] = {}
         self._saved = [Lane.new_state() for _ in range(self.num_lanes)]
         self._broken = BrokenFiles(files, self._announce)
@@ -146,9 +149,3 @@ class Stream(Source):
     def _announce(self, text: str) -> None:
         if self._announces:
             print(f"{self.folder}: {text}", file=sys.stderr, flush=True)
-
-
-def _count_lanes(files: int, batch_size: int) -> int:
-    """Return the number of lanes: a divisor of the batch size, with several files for each."""
-    most = min(files // _FILES_PER_LANE, batch_size, _MOST_LANES)
-    return max(n for n in range(1, max(most, 1) + 1) if batch_size % n == 0)

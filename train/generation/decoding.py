@@ -12,7 +12,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,22 +32,8 @@ _CHUNK = 1 << 16  # tokens of a prompt: hidden states of a longer one would take
 _TICK = 1.0  # seconds between signs of life, at least
 
 Choose = Callable[[Tensor], int]  # a token from logits (V,)
-
-
-class Generator(Protocol):
-    """A function that answers a prompt with one kind of model."""
-
-    def __call__(
-        self,
-        model: Any,
-        tokenizer: Any,
-        prompt: str,
-        tokens: int,
-        choose: Choose,
-    ) -> str:
-        """Return the prompt with up to `tokens` more tokens for each text, which `choose` takes.
-        Raises ValueError if there is no answer.
-        """
+# returns the prompt with more tokens, of (model, tokenizer, prompt, most tokens, Choose)
+Generator = Callable[[Any, Any, str, int, Choose], str]
 
 
 def sampler(

@@ -91,11 +91,6 @@ class Stages:
         return self.all[self.current.number :]
 
     @property
-    def program(self) -> str:
-        """The name under which the current stage reports errors."""
-        return f"pretrain.py: stage {self.current.name}"
-
-    @property
     def shared(self) -> dict[str, Any]:
         """The options of all stages that must be equal on all ranks."""
         return {

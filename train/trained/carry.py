@@ -30,7 +30,7 @@ _SHOWN = 12  # files, of which those of weights may be many
 
 @dataclass
 class Carried:
-    """Parts of a folder that an export takes over, with notes. `folder` is None if there is none."""
+    """Parts of a folder that an export takes over, with notes. `folder` is None without one."""
 
     folder: str | None
     config: dict[str, Any] = field(default_factory=dict)
