@@ -270,9 +270,7 @@ class Evaluation:
         return output
 
     def _open_data(self) -> dict[int, dict[str, Sequences]]:
-        """Open --data in sequences of all --lengths, else of --seq-len. By default it is the run's
-        validation data, else its training data.
-        """
+        """Open --data in sequences of each length, by default the run's own data."""
         folders = self.request.data
         if folders is None:
             assert self.trained.path is not None

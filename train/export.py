@@ -107,9 +107,7 @@ def _add(stops: list[int], end: int) -> int | list[int]:
 def export_bmtrain(
     saved: checkpoint.Checkpoint, tokenizer: Tokenizer, folder: Path, dtype: torch.dtype
 ) -> None:
-    """Write model.pt, model.json for pretrain.py --model, and the tokenizer into `folder`. Raises
-    OSError if a write fails, and ValueError if a weight is too large for the dtype.
-    """
+    """Write model.pt, model.json and the tokenizer, or raise ValueError or OSError."""
     weights = {name: round_weight(name, weight, dtype) for name, weight in saved.weights().items()}
     try:
         with open(folder / "model.pt", "wb") as file:

@@ -77,9 +77,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _report(given: dict[str, Any], cluster: Cluster, budget: Budget) -> Iterator[str]:
-    """Yield the parts of the plan of the run with the options `given`. With many GPUs the table of
-    the longest sequences takes a minute.
-    """
+    """Yield the parts of the plan of a run with the options `given`."""
     sp_size = given.get("sp_size", cluster.gpus)
     groups = max(cluster.gpus // max(sp_size, 1), 1)
     sizes = {"sp_size": sp_size, "batch_size": groups, "micro_batch_size": 1, "dtype": "bf16"}

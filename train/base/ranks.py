@@ -38,9 +38,7 @@ def world_size() -> int:
 
 
 def check_environment() -> None:
-    """Raise ValueError if the variables of this rank, which srun or a user may have set, are wrong.
-    It would wait for ranks that do not exist.
-    """
+    """Raise ValueError if the variables of this rank are wrong: it would wait for others."""
     for name, count in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
         for variable in (name, count):
             if not (value := os.environ.get(variable, "0")).isdecimal():

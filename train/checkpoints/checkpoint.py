@@ -138,9 +138,7 @@ def newest(root: Path, set_aside: bool = False) -> Path | None:
 
 
 def find(run_or_checkpoint: Path) -> Path:
-    """Return the checkpoint of a path: the path itself, which may be a renamed copy, or the newest
-    whole one in it. Raises CheckpointError if there is none.
-    """
+    """Return the checkpoint at a path, or the newest whole one in it, or raise CheckpointError."""
     run_or_checkpoint = _resolve_link(run_or_checkpoint)
     if not _is_checkpoint(run_or_checkpoint):
         path = newest(run_or_checkpoint)

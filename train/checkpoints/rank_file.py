@@ -35,9 +35,7 @@ _OWN_CGROUP = Path("/proc/self/cgroup")
 
 @dataclass(frozen=True)
 class RankFile:
-    """The content of a file: the `header`, with its length and the places of the tensors, and the
-    `tensors`, flat, as bytes, which are not copied.
-    """
+    """A file: its `header`, with the places of tensors, and the `tensors`, flat, as bytes."""
 
     header: bytes
     tensors: tuple[Tensor, ...]

@@ -88,9 +88,7 @@ class Saver:
         self.wait()
 
     def save(self, state: dict[str, Any], shards: dict[str, Shard], keep_last: int | None) -> None:
-        """Save as checkpoint.write does, after the last save is whole. Return when the shards may
-        change. Errors of writing are raised later, by `wait` or `raise_failure`.
-        """
+        """Save after the last save is whole. `wait` and `raise_failure` raise errors of writing."""
         began = time.monotonic()
         self.wait()
         checkpoint.check_finite(self.root, state, shards)

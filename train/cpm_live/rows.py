@@ -244,9 +244,7 @@ def _bee_fields(instance: Instance, eos_id: int) -> dict[str, Any]:
 
 
 def cap(config: BeeConfig) -> int:
-    """Return how many steps to a common ancestor are distinguished. Raises ValueError for one,
-    with which two segments of a tree would count like two samples.
-    """
+    """Return the steps to a common ancestor that count, or raise ValueError if it is one."""
     buckets = config.position_bias_num_segment_buckets
     if buckets < 4:
         raise ValueError(

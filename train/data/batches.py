@@ -69,9 +69,7 @@ class Work(ABC):
 
     @abstractmethod
     def losses(self, model: nn.Module) -> tuple[Tensor, ...]:
-        """Return this rank's sum of losses and its number of targets. With `sources`, also return
-        the sum of each row, (B,) without a gradient.
-        """
+        """Return a rank's sum of losses, its targets and, with `sources`, each row's sum, (B,)."""
 
     @property
     def part_count(self) -> int:

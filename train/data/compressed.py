@@ -45,9 +45,7 @@ class _Broken(io.RawIOBase):
 
 
 class _ZstdReader:
-    """The bytes of one zstd frame after the other. Raises EOFError if the last one ends early:
-    zstandard's own reader takes such a frame for a whole one.
-    """
+    """The bytes of zstd frames. Unlike zstandard's reader, it raises EOFError for half a frame."""
 
     def __init__(self, raw: BinaryIO, zstandard: Any):
         self._raw = raw

@@ -39,9 +39,7 @@ def choose_end(
 
 
 def named_ends(folder: Path, name_of: Callable[[int], str]) -> dict[str, list[str]]:
-    """Return the end tokens that the files of a folder name, by file. `name_of` finds a token by
-    its id. Raises ValueError for broken files.
-    """
+    """Return the end tokens that a folder's files name, by file, or raise ValueError."""
     found = {}
     for file in (*_OF_TOKENIZERS, *_OF_MODELS):
         values = read_json(folder / file) if (folder / file).is_file() else {}

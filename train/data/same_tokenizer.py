@@ -63,9 +63,7 @@ def check_weights(
 
 
 def find_tokenizers(folder: Path, eos: str | None) -> Iterator[tuple[str, Tokenizer | str]]:
-    """Yield each tokenizer of a folder, export.py's first, with its place, or why it is broken.
-    `eos` is the end-of-text token of those that have it.
-    """
+    """Yield each tokenizer of a folder, export.py's first, with its place, or why it is broken."""
     if (folder / SPEC).is_file():
         yield "as it was exported", load_tokenizer(folder)
     for name in _FILES:

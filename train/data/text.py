@@ -174,9 +174,7 @@ class Encoder:
 def find_broken(
     files: Sequence[TextFile], field: str | None, broken: BrokenShards
 ) -> list[TextFile]:
-    """Return the files that can be opened. `broken` gets the tables with a damaged start or end.
-    Raises ValueError for files without text in `field`, and wrong tokens.
-    """
+    """Return files that open. `broken` gets damaged tables. Raises ValueError for wrong ones."""
     whole = []
     for file in files:
         try:

@@ -93,9 +93,7 @@ class Tokenizer(ABC):
         return np.dtype(np.uint16 if self.vocab_size <= 1 << 16 else np.uint32)
 
     def save(self, folder: Path, **notes: Any) -> None:
-        """Write the files that `load_tokenizer` reads, with tokenizer.json or .model. `notes` are
-        stored with its name.
-        """
+        """Write the files that `load_tokenizer` reads. `notes` are stored with its name."""
         folder.mkdir(parents=True, exist_ok=True)
         name = None
         if self.file is not None:

@@ -181,9 +181,7 @@ class Retrieved:
 
 @dataclass(frozen=True)
 class ByPosition:
-    """The result of positions: bins by the length of sequences, also of each named source. `value`
-    is the loss of the last bin with targets of the longest sequences, also by source.
-    """
+    """Bins by length, also by source. `value` is the loss of the last ones of the longest rows."""
 
     bins: dict[int, list[Bin]]
     sources: dict[str, dict[int, list[Bin]]]

@@ -45,9 +45,7 @@ class TextRules:
         return tokenizer.decode_special(ids) if self.special else tokenizer.decode(ids)
 
     def warn(self, tokenizer: Tokenizer, prompt: str, read: int, tokens: int) -> None:
-        """Print on rank 0 what a user may not expect of a prompt of `read` tokens, in all, and up
-        to `tokens` more: special tokens that are read as letters, and too many tokens.
-        """
+        """Warn of special tokens in a prompt that are read as letters, and of too many tokens."""
         spelled = [name for name in tokenizer.special_names() if name in prompt]
         if spelled and not self.special:
             ranks.warn(

@@ -200,9 +200,7 @@ def check_padding(config: TrainConfig, data: Source) -> None:
 
 
 def warn_of_length(config: TrainConfig, model: ModelConfig, option: str | None = None) -> None:
-    """Warn if rows are longer than the sequences that the model was made for. `option` gave their
-    length to a script that has no options for rotary positions.
-    """
+    """Warn if rows are longer than the model was made for. `option` gave their length."""
     longest = model.longest_sequence if isinstance(model, CPMConfig) else None
     if longest and config.seq_len > longest:
         others = ("rope_theta", "rope_scaling") if option is None else ()

@@ -168,9 +168,7 @@ def step_flops(model: CPMConfig | LiveConfig, tokens: int, pairs: float) -> floa
 
 
 def lightning_flops(heads: int, head_dim: int) -> float:
-    """Return the operations of a forward of lightning attention for each token: products with its
-    state, and with the tokens of a chunk of 64.
-    """
+    """Return the operations of a forward for a token: with its state and with a chunk of 64."""
     return 4.0 * heads * head_dim * (head_dim + _LIGHTNING_CHUNK)
 
 

@@ -131,9 +131,7 @@ def saved_documents(state: dict) -> str:
 def choose_begin_token(
     config: TrainConfig, path: Path | None, apart: bool, data: Source, tokenizer: Tokenizer
 ) -> int | None:
-    """Return the begin token, as configured, as in the checkpoint `path` or in `data`, if any.
-    Raises ValueError for a token that the tokenizer lacks.
-    """
+    """Return the begin token by option, by checkpoint `path` or by `data`, or raise ValueError."""
     if config.bos == "none" or (config.bos == "auto" and not apart) or data.kind:
         return None
     if config.bos == "auto" and path is not None and not begins_stage(config):

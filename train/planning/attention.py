@@ -196,9 +196,7 @@ def count_kept(shape: AttentionShape) -> int:
 
 
 def count_choices(shape: AttentionShape) -> int:
-    """Return the bytes of the choices of sparse attention that chunks keep, on a rank in each row:
-    those of all but the first tokens, which choose nothing.
-    """
+    """Return the bytes of a rank's sparse choices that chunks keep, in each row."""
     sparse = shape.sparse
     if shape.chunk is None or sparse is None:
         return 0

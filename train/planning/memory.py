@@ -135,9 +135,7 @@ def _memory_of(shape: AnyShape) -> AttentionMemory:
 def plan_step(
     config: TrainConfig, model: CPMConfig, gpus: int, engine: str, keeps_weights: bool = False
 ) -> Step:
-    """Return a rank's step on `gpus` ranks. Raises ValueError if the batch does not fit them.
-    `keeps_weights` is that of TorchEngine.
-    """
+    """Return a rank's step on `gpus` ranks, or raise ValueError if the batch does not fit."""
     groups = gpus // config.sp_size
     micro_batch_size = choose_micro_batch_size(config, groups)
     micro_batches = config.batch_size // groups // micro_batch_size
@@ -218,9 +216,7 @@ def _count_states(layers: list[_Layers], chunks: int) -> int:
 
 
 def _unit_tokens(config: TrainConfig) -> int:
-    """Return the tokens of each row that a rank computes at once, those of a chunk if there are
-    chunks.
-    """
+    """Return the tokens of each row that a rank computes at once."""
     chunk = config.tokens_of_chunk
     tokens = config.seq_len if chunk is None else chunk_tokens(config.seq_len, chunk)
     return -(-tokens // config.sp_size)

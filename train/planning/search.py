@@ -117,9 +117,7 @@ def dense_model(config: TrainConfig) -> CPMConfig:
 
 
 def savings(chunk: int | None = None) -> Iterator[dict[str, object]]:
-    """Yield the combinations of options for what blocks save, the simplest first. A `chunk`, which
-    all of them have, excludes offloading.
-    """
+    """Yield options for what blocks save, the simplest first. A `chunk` excludes offloading."""
     ways = ("none", "selective", "full")
     offloads = (False, True) if chunk is None else (False,)
     for offload, tile, checkpointing in itertools.product(offloads, (None, TILE), ways):
@@ -236,9 +234,7 @@ def recommend(planned: Planned) -> Planned | None:
 
 
 def find_without_chunk(planned: Planned, found: Planned | None) -> Planned | None:
-    """Return the fastest plan without the run's --chunk, or None if the run has no --chunk, or if
-    the plan `found` with it is as fast.
-    """
+    """Return the fastest plan without --chunk, or None if `found` is as fast or has none."""
     other = None if planned.config.chunk is None else _find_fastest(planned, (None,))
     return other if _pick_faster(found, other) is other else None
 

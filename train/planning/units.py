@@ -322,9 +322,7 @@ class _PassStates(torch.autograd.Function):
 
 
 class _Loss(torch.autograd.Function):
-    """The loss of hidden (N, E) and weight (V, E), which computes gradients in its forward. It
-    allocates and counts what GPUs do.
-    """
+    """The loss of hidden (N, E) and weight (V, E), which allocates and counts as on GPUs."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, ledger: Ledger) -> Tensor:

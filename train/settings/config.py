@@ -50,9 +50,7 @@ _LONGEST_TIMEOUT = 1e8  # seconds; longer ones overflow timers
 # A dataclass has the fields of its last base first.
 @dataclass(frozen=True)
 class TrainConfig(RunSettings, OptimizerSettings, ParallelSettings, DataSettings, ModelSettings):
-    """All settings of a run. Raises ValueError for settings that are out of range, or that do not
-    fit together.
-    """
+    """All settings of a run. Raises ValueError if they are wrong or do not fit together."""
 
     def __post_init__(self) -> None:
         for name, facts in FACTS.items():
@@ -81,9 +79,7 @@ class TrainConfig(RunSettings, OptimizerSettings, ParallelSettings, DataSettings
 
     @property
     def tokens_of_chunk(self) -> int | None:
-        """--chunk, or None if a sequence is no longer: a single chunk would keep keys for
-        nothing.
-        """
+        """--chunk, or None if a sequence is one chunk, which would keep keys for nothing."""
         is_one = self.chunk is None or self.chunk >= self.seq_len
         return None if is_one else self.chunk
 

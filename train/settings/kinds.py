@@ -74,9 +74,7 @@ def saved_model(path: Path, state: Any) -> ModelConfig:
 
 
 def read_model(folder: Path, accept: Collection[str] = ()) -> ModelConfig:
-    """Return the model of a folder of weights. `accept` is config_of's. Raises ValueError if no
-    model here computes it.
-    """
+    """Return the model of a folder of weights, or raise ValueError if none here computes it."""
     values = read_folder(folder)
     if not _is_live(folder, values):
         return read_config(folder, accept)

@@ -53,9 +53,7 @@ class Trained:
             engine.load(checkpoint.Checkpoint(self.path).read, optimizer_steps=0)
 
     def read(self, device: torch.device, dtype: torch.dtype) -> CPM:
-        """Return the model of --init-from, whole, on one device. Raises ValueError as
-        load_weights.
-        """
+        """Return the whole model of --init-from on one device, or raise ValueError."""
         assert self.config.init_from is not None
         with torch.device("meta"):
             model = CPM(self.model)
@@ -71,9 +69,7 @@ class Trained:
         return model.eval()
 
     def open_data(self, folder: str, seq_len: int) -> Sequences:
-        """Open a data folder, as in training, in sequences of `seq_len` tokens. Raises ValueError
-        if it has another tokenizer.
-        """
+        """Open a data folder as in training. Raises ValueError if it has another tokenizer."""
         config, kind = dataclasses.replace(self.config, seq_len=seq_len), kind_of(self.model)
         data: Any = open_data(config, kind, self.model, folder, str(self.path or config.model_name))
         place = data.folder

@@ -53,9 +53,7 @@ def begin_token(config: TrainConfig, path: Path | None, tokenizer: Tokenizer) ->
 
 
 def folder_begin_token(folder: Path, tokenizer: Tokenizer) -> int | None:
-    """Return the token that a folder's files put in front of a text. Raises ValueError for several,
-    and OSError.
-    """
+    """Return the token that a folder's files put in front of a text, or raise ValueError."""
     spec, values = saved_spec(folder) or {}, read_values(folder)
     if tokenizer.file is None and spec.get("kind") is not type(tokenizer):
         return tokenizer.bos_id  # the folder is not this tokenizer's
