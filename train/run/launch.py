@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch.distributed as dist
+
 from train.base import ranks
 from train.base.files import print_error
 from train.base.signals import INTERRUPTED, LAUNCHER, STOPPING, StopSignal, describe_stop
@@ -69,10 +71,7 @@ def _run_ranks(
     argv: Sequence[str], processes: int, stop: StopSignal, outlook: Callable[[], str] | None
 ) -> int | _Failure:
     """Start the ranks and wait for their end. Return an exit code, or why the run failed."""
-    # other machines cannot reach the store in which the ranks find each other
-    listener = socket.create_server(("127.0.0.1", 0))
-    host, port = listener.getsockname()
-    store = make_store(host, port, listener.detach())
+    store = _local_store()
     started = [_start(argv, rank, processes, store.port) for rank in range(processes)]
     ended: dict[int, int] = {}  # rank: exit code, in the order in which they ended
     stopping = False
@@ -95,6 +94,13 @@ def _run_ranks(
         _kill(started)
         return 0
     return _stop_others(started, ended)
+
+
+def _local_store() -> dist.TCPStore:
+    """Return the store in which the ranks find each other. Other machines cannot reach it."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    host, port = listener.getsockname()
+    return make_store(host, port, listener.detach())
 
 
 def _start(argv: Sequence[str], rank: int, processes: int, port: int) -> subprocess.Popen:
