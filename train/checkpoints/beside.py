@@ -1,12 +1,11 @@
 """A record of the other files of --init-from FOLDER, for exports of the run (trained/carry.py).
 
-It holds the small files that may still be true of trained weights, and the names of all others.
-Every checkpoint has it, so an export does not need the folder.
+It holds the small files that may still be true of trained weights. Every checkpoint has it, so an
+export does not need the folder.
 """
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -29,7 +28,6 @@ _TEMPLATES = (TEMPLATE, "chat_template.json", "additional_chat_templates/*.jinja
 _LICENSE = re.compile("LICEN[CS]E|NOTICE|COPYING|USE_POLICY")
 _MOST_BYTES = 1 << 20  # of a text
 ADDED = "added_tokens_decoder"  # a field that repeats tokenizer.json
-_IDS = ("eos_token_id", "pad_token_id", "suppress_tokens")
 
 
 def read_beside(
@@ -40,12 +38,11 @@ def read_beside(
     folder   its path
     foreign  why the ids of its tokenizer mean nothing to `tokenizer`, the run's; None if they do
     rope     its rotary positions, as fields of CPMConfig
-    files    the names in it, except hidden ones
     values   the content of its JSON files by name
     texts    chat templates and licences by name
 
     For other kinds than the dense CPM it has only `folder`: their exports take nothing over.
-    Raises ValueError if a file is broken, or has ids beyond the vocabulary, and OSError.
+    Raises ValueError if a file is broken, and OSError.
     """
     if kind is not KINDS[0]:
         return {"folder": str(folder)}
@@ -56,8 +53,6 @@ def read_beside(
     }
     values.get(TOKENIZER, {}).pop(ADDED, None)
     shape = read_config(folder, accept).to_dict()
-    for name, field in itertools.product(("config.json", GENERATION), _IDS):
-        check_ids(folder / name, field, values.get(name, {}).get(field), shape["vocab_size"])
     found = [other for _, other in find_tokenizers(folder, tokenizer.eos)]
     opened = [other for other in found if isinstance(other, Tokenizer)]
     sizes, generation = [other.vocab_size for other in opened], values.get(GENERATION, {})
@@ -73,11 +68,6 @@ def read_beside(
         "folder": str(folder),
         "foreign": foreign,
         "rope": {name: shape[name] for name in ("rope_theta", "rope_scaling")},
-        "files": sorted(
-            path.name + "/" * path.is_dir()
-            for path in folder.iterdir()
-            if not path.name.startswith(".")
-        ),
         "values": values,
         "texts": texts,
     }
@@ -111,13 +101,3 @@ def _find_texts(folder: Path) -> Iterator[Path]:
         is_license = _LICENSE.search(path.name.upper()) and path.is_file()
         if is_license and path.stat().st_size <= _MOST_BYTES:
             yield path
-
-
-def check_ids(file: Path, field: str, value: Any, vocabulary: int) -> None:
-    """Raise ValueError unless `field` of a file has ids below `vocabulary`, or -1."""
-    for token in listed(value):
-        if type(token) is not int or not -1 <= token < vocabulary:
-            raise ValueError(
-                f"{file}: expected {field} below the vocab_size of config.json, {vocabulary}, "
-                f"got {value!r}"
-            )

@@ -25,7 +25,6 @@ _FIELDS[TOKENIZER] = (
 _TOKENS = re.compile(
     "_token$|token_ids?$|_ids$|(suppress|special)_tokens$|sequence_bias|chat_template"
 )
-_SHOWN = 12  # files, of which those of weights may be many
 
 
 @dataclass
@@ -92,11 +91,6 @@ def carry_over(
     foreign = record["foreign"]
     texts = record["texts"].items()
     carried.texts |= {name: x for name, x in texts if not (foreign and is_template(name))}
-    taken = {"config.json", GENERATION, TOKENIZER, SPECIAL, *carried.texts}
-    files = [name for name in record["files"] if foreign or not is_template(name)]
-    if others := [name for name in files if name not in taken]:
-        more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
-        carried.notes += [f"left out: {', '.join(others[:_SHOWN])}{more}"]
     return carried
 
 

@@ -23,7 +23,6 @@ from train.checkpoints.beside import (
     GENERATION,
     SPECIAL,
     TOKENIZER,
-    check_ids,
     listed,
     read_values,
     token_name,
@@ -136,7 +135,12 @@ def folder_stops(source: str, tokenizer: Tokenizer, vocabulary: int) -> frozense
     folder = folder_of(source)
     values = read_values(folder)
     for name in ("config.json", GENERATION):
-        check_ids(folder / name, "eos_token_id", _ends(values, name), vocabulary)
+        given = values.get(name, {}).get("eos_token_id")
+        if any(type(i) is not int or not -1 <= i < vocabulary for i in listed(given)):
+            raise ValueError(
+                f"{folder / name}: expected eos_token_id below the vocab_size of config.json, "
+                f"{vocabulary}, got {given!r}"
+            )
     stops = frozenset(i for i in _stops(values) if i >= 0)
     if lacking := sorted(i for i in stops if i >= tokenizer.vocab_size):
         ranks.warn(
@@ -168,9 +172,7 @@ def lacking_tokens(source: str, tokenizer: Tokenizer) -> tuple[str, ...]:
     return tuple(name for name in dict.fromkeys(names) if tokenizer.id_of(name) is None)
 
 
-def _stops(values: Mapping[str, Any]) -> list[int]:
-    return [token for name in ("config.json", GENERATION) for token in listed(_ends(values, name))]
-
-
-def _ends(values: Mapping[str, Any], name: str) -> Any:
-    return values.get(name, {}).get("eos_token_id")
+def _stops(values: Mapping[str, Any]) -> list[Any]:
+    """Return the stop tokens that config.json and generation_config.json list."""
+    places = [values.get(name, {}) for name in ("config.json", GENERATION)]
+    return [token for place in places for token in listed(place.get("eos_token_id"))]
