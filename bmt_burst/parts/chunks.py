@@ -22,7 +22,6 @@ Letters: B batch, S tokens of a rank, C those of a chunk, H query heads, G kv he
 from __future__ import annotations
 
 import functools
-import hashlib
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -361,9 +360,10 @@ class Chunks:
 
     def _describe(self) -> dict[str, Any]:
         """Return what ranks compare of the calls of all chunks."""
-        later = f"{[mask.digest for mask in self.masks]} {self.layout.term} {self._limit}"
         return {
-            "the masks or layouts of later chunks": hashlib.sha256(later.encode()).hexdigest()[:24],
+            "masks of all chunks": [mask.digest for mask in self.masks],
+            "layout of all chunks": self.layout.term,
+            "limit of the Cache": self._limit,
             "layers of Chunks": self.layers,
             "length of Chunks": self._length,
             "last of forward()": self._evaluates,
