@@ -227,9 +227,9 @@ def _parts(sp: SequenceParallel) -> Iterator:
 
 KINDS_AND_TENSORS = {
     # what rank 1 passes
-    "a name": ("softmax", (), "such as the one of a layer, layer.kind, got str"),
-    "a class": (Lightning, (), "such as the one of a layer, layer.kind, got Lightning"),
-    "choices": (CHOICE, (), "such as the one of a layer, layer.kind, got InfLLMV2"),
+    "a name": ("softmax", (), "such as layer.kind, got str"),
+    "a class": (Lightning, (), "such as layer.kind, got Lightning"),
+    "choices": (CHOICE, (), "such as layer.kind, got InfLLMV2"),
     "no sinks": (find_kind(None, {})[0], (5,), "sinks must be a torch.Tensor, got int"),
     "keys besides sinks": (
         find_kind(None, {})[0],
