@@ -69,17 +69,15 @@ class Areas:
 
     def terms(self) -> tuple[Term, ...]:
         """Return the visible pairs in parts. The part without a row, if any, is the first."""
-        if len(self.long_segments) == len(self.long_groups) == 1 and not self.long_segments[0].of:
+        segments = self.long_segments
+        if len(segments) == len(self.long_groups) == 1 and segments[0].of is None:
             return (Term(None, self.mask),)  # at once, for many short documents
         areas: dict[int | None, list[Slice]] = {}
         for s in self.mask.slices:
             for row, area in self._cut_by_groups(s):
                 areas.setdefault(row, []).append(area)
-        by_area = sorted(
-            areas.keys() - {None, BY_DISTANCE},
-            key=lambda row: (sum(s.area for s in areas[row]), row),
-        )
-        for row in by_area[:-_MOST_TERMS]:
+        sizes = {row: sum(s.area for s in areas[row]) for row in areas if is_one_row(row)}
+        for row in sorted(sizes, key=lambda row: (sizes[row], row))[:-_MOST_TERMS]:
             areas.setdefault(None, []).extend(areas.pop(row))
         order = sorted(areas, key=lambda row: -2 if row is None else row)
         masks = (Mask(self.mask.seq_len, tuple(_join_slices(areas[row]))) for row in order)
@@ -89,9 +87,8 @@ class Areas:
     def long_segments(self) -> list[_LabelledSpan]:
         """The sequence in long runs of a segment, and the ranges between them."""
         runs = self.runs[:, self.runs[1] - self.runs[0] >= _LONG].T.tolist()
-        return self._with_gaps(
-            [_LabelledSpan((start, stop), _Segment(*segment)) for start, stop, *segment in runs]
-        )
+        spans = [_LabelledSpan((start, stop), _Segment(*of)) for start, stop, *of in runs]
+        return self._with_gaps(spans)
 
     @functools.cached_property
     def long_groups(self) -> list[_LabelledSpan]:

@@ -1,6 +1,5 @@
-"""The learned bias of one kernel call: `Scores` of its queries and keys, on their device.
-
-The `KernelCall` has the visible pairs.
+"""The learned bias of one kernel call: `Scores` of its queries and keys, on their device. The
+`KernelCall` has the visible pairs.
 """
 
 from __future__ import annotations
@@ -14,9 +13,7 @@ from torch.nn import functional
 
 @dataclass(frozen=True)
 class SegmentIds:
-    """The segments of a call's tokens, and the rows of pairs of segments.
-
-    Query i and key j of the call have this row:
+    """The segments of a call's tokens. Query i and key j of the call have this row:
 
         other                              if q_group[i] != kv_group[j], otherwise
         pairs[q_base[i] + kv_segment[j]]   if that is not negative, otherwise

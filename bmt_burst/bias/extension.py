@@ -53,10 +53,9 @@ class Bias(Extension):
                 "bias each pair adds, as Scores.by_distance(mask, distances) does"
             )
         check_tensor("bias", bias)
-        if bias.dim() != 2 or bias.shape[1] != q.shape[-2]:
-            raise ValueError(
-                f"bias must be (rows, {q.shape[-2]} heads), got shape {tuple(bias.shape)}"
-            )
+        heads = q.shape[-2]
+        if bias.dim() != 2 or bias.shape[1] != heads:
+            raise ValueError(f"bias must be (rows, {heads} heads), got shape {tuple(bias.shape)}")
 
     def of_rows(self, batch: int) -> Sequence[Self]:
         hint = ": make them of a mask, such as Scores.by_distance(mask, distances)"

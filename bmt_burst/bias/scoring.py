@@ -11,8 +11,8 @@ Kernels do not return P. For an area of one row the sum follows from what they r
     sum P delta  = sum exp(row_lse - lse) delta over queries, where row_lse is a query's lse over
                    all pairs with the row. The forward adds it up.
 
-Each rank finds its share from its own calls and queries. With fewer kv heads, dv belongs to several
-query heads, so areas of one row are not used then.
+Each rank finds its share from its own calls and queries. With fewer kv heads there are no areas of
+one row, since dv belongs to several query heads.
 
 Letters: B batch, S tokens of a rank, H query heads, G kv heads, D head size, R rows of the table.
 """
@@ -50,8 +50,8 @@ class PairRows(NamedTuple):
 
     row    as `Term.row`
     apart  how far the first key of each tile is ahead of its first query, for rows by distance
-    sides  the positions of the queries (S,) and the keys (T,) from which the call gathers its own.
-           None for calls with one row.
+    sides  the positions of the queries (S,) and the keys (T,) from which the call gathers its own,
+           unless it has one row
     """
 
     row: int | None
@@ -121,10 +121,8 @@ def _shared_rows(problem: Problem) -> tuple[int, ...]:
 
 
 def _label(gathered: GatheredCall, both: tuple[Tensor, Tensor]) -> PairRows:
-    """Return the label of a call without one row for all pairs. `both` are its sides.
-
-    Kernels that go by distance rely on neighbours in a tile that are neighbours in the sequence.
-    Other calls, as of striped layouts, get the row None.
+    """Return the label of a call without one row for all pairs. `both` are its sides. If neighbours
+    in a tile are no neighbours in the sequence, as in striped layouts, no row goes by distance.
     """
     if gathered.label.row == BY_DISTANCE:
         pairs = zip(both, (gathered.q_spans, gathered.kv_spans), strict=True)

@@ -1,7 +1,4 @@
-"""Causal documents, in which data chooses what queries attend to.
-
-Letters: S tokens of a rank.
-"""
+"""Causal documents, in which data chooses what queries attend to."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ def documents(mask: Mask) -> list[Span]:
 
 
 def own_keys(queries: Tensor, mask: Mask) -> Tensor:
-    """Return the positions of rising queries among the keys: (S,) int64, rising.
+    """Return the positions of rising queries (S,) among the keys: (S,) int64, rising.
 
     Each query is a token of its document's keys: its own position if all keys have queries.
     """
@@ -52,18 +49,15 @@ def find_fault(mask: Mask) -> str | None:
         return f"sparse attention takes up to {MOST_TOKENS} tokens, got {mask.kv_len}"
     end = 0
     for s in mask.slices:
-        is_one = mask.seq_len == mask.kv_len
-        fits = s.q == s.kv and s.low == 0 if is_one else _ends_document(s, end)
+        (start, stop), low = s.kv, s.low
+        if mask.seq_len == mask.kv_len:
+            fits = s.q == s.kv and low == 0
+        else:  # queries are tokens of the keys, which begin at `end` or later
+            fits = low is not None and end <= start <= s.q[0] - low and s.q[1] - low <= stop
         if not fits or s.high is not None:
             return (
                 "sparse attention needs causal documents, whole sequences or Mask.documents("
                 f"..., causal=True); got a mask with Slice{tuple(s)}"
             )
-        end = s.kv[1]
+        end = stop
     return None
-
-
-def _ends_document(s: Slice, end: int) -> bool:
-    """Whether the queries of a slice are tokens of its keys, which begin at `end` or later."""
-    low, (start, stop) = s.low, s.kv
-    return low is not None and end <= start <= s.q[0] - low and s.q[1] - low <= stop

@@ -1,12 +1,4 @@
-"""A choice of blocks as a call sees it: dense attention near, and chosen blocks beyond.
-
-A subclass says what is near, and which blocks are chosen:
-
-    near_mask  the pairs of the near part
-    is_exact   whether calls of documents of a length are dense
-    make_plan  the plan, a `BlockPlan` that chooses
-    memory     for caches, a `BlockMemory` that chooses for new tokens
-"""
+"""A choice of blocks as a call sees it: dense attention near, and chosen blocks beyond."""
 
 from __future__ import annotations
 
@@ -23,7 +15,9 @@ from .documents import find_fault, find_longest
 
 
 class BlockChoice(Extension):
-    """Attention of causal documents, in which the data chooses blocks."""
+    """Attention of causal documents, in which the data chooses blocks. `memory` of a subclass is a
+    `BlockMemory`.
+    """
 
     takes_two_lengths = True
 
@@ -37,7 +31,7 @@ class BlockChoice(Extension):
 
     @abstractmethod
     def make_plan(self, problem: Problem, rank: int, near: Plan, span_bytes: int) -> Plan:
-        """Return the plan of a rank. `near` plans the near part; the others are BlockPlan's."""
+        """Return the plan of a rank, a BlockPlan that chooses. `near` plans the near part."""
 
     def terms(self, tensors: Tensors) -> dict[str, Any]:
         return {"sparse": str(self), "kept choices": is_recomputing()}

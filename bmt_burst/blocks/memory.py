@@ -34,7 +34,7 @@ class Sums(Protocol):
 
 class BlockMemory(KeyMemory):
     """Keys and values of a layer. Chunks choose by the kept keys, as whole sequences do, and new
-    tokens by `sums_of_keys`. A subclass sets it, and chooses.
+    tokens by `sums_of_keys`, which a subclass sets.
 
     block_size  tokens of a block
     has_graphs  whether a CUDA graph of new tokens can choose

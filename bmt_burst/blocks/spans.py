@@ -1,10 +1,8 @@
 """Spans of a sequence: gather their tokens from all ranks, and return gradients to the owners.
 
 In a double ring, a rank first exchanges tokens with the ranks at its place of other hosts. Then it
-delivers the tokens of all hosts to the ranks of its own host. So each token is sent to another host
-once. Gradients take the opposite way: the ranks of a host add them up first.
-
-A column holds the tokens of a span that the ranks at one place of all hosts own, in turn.
+delivers the tokens of all hosts, a column, to the ranks of its own host. So each token is sent to
+another host once. Gradients take the opposite way: the ranks of a host add them up first.
 
 Letters: N tensors, B batch, S tokens of a rank, T tokens of a span, G kv heads, D head size.
 """

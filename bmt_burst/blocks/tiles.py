@@ -3,9 +3,8 @@
 unite_blocks  the union of the blocks that a few neighbouring queries chose
 KeyLists      the queries that chose each block
 
-Both are computed once, on the device of the choice, and the host waits for nothing. So their sizes
-are bounds, which depend on shapes alone. They describe a whole sequence. `find_between` finds what
-belongs to the keys at hand.
+Both are computed once for a whole sequence, on the device of the choice, and the host waits for
+nothing. So their sizes are bounds, which depend on shapes alone.
 
 Letters: F queries that choose, G kv heads, N chosen blocks of a query.
 """

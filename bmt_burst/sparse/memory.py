@@ -1,7 +1,6 @@
 """The memory of a layer with sparse attention: keys, values, and what blocks are chosen by.
 
-Letters: B batch, C tokens of a rank in a chunk, S new tokens, T keys of a rank, H query heads, G kv
-heads, D head size.
+Letters: B batch, S new tokens, H query heads, G kv heads, D head size.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class SparseMemory(BlockMemory):
     has_graphs = True
 
     def __init__(self, kind: Softmax, room: Room, k: Tensor, v: Tensor):
-        config: Any = kind.extension
+        config = kind.extension
         assert isinstance(config, Constants), "its extension is InfLLMV2"
         self.config: Constants = config
         self.sums_of_keys: KeySums = KeySums(config)

@@ -65,14 +65,13 @@ class SparsePlan(BlockPlan):
         return Choosers.of_tokens(self.positions, self.problem.mask, self.sparse)
 
     def find_ends(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        send = functools.partial(send_to_device, device=device)
 
-        def make() -> tuple[Tensor, ...]:
+        def make() -> tuple[Tensor, Tensor, Tensor]:
             stops = self.positions - self.sparse.window_size
-            parts = self.choosers.starts(), self.choosers.tokens, stops
-            return tuple(send_to_device(x, device) for x in parts)
+            return send(self.choosers.starts()), send(self.choosers.tokens), send(stops)
 
-        starts, tokens, stops = prepare_once(self.choosers, ("ends",), device, make)
-        return starts, tokens, stops
+        return prepare_once(self.choosers, ("ends",), device, make)
 
     def _strides(self, number: int, device: torch.device) -> Tensor:
         """Return the first tokens of the strides of `choosers` in a span, counted from there."""

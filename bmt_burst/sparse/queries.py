@@ -1,8 +1,7 @@
 """The queries that choose their blocks, and those that need not.
 
 A query that sees at most `most_blocks` blocks takes them all. These are the first `exact_tokens` of
-each document. A dense kernel computes them, and only later queries choose and have a far part. All
-of this follows from the mask, the layout and the rank, so a plan finds it once.
+each document. A dense kernel computes them, and only later queries choose and have a far part.
 
 Letters: S tokens of a rank, F queries that choose.
 """

@@ -127,13 +127,10 @@ class DecodingKeys:
         """
         batch, tokens = q.shape[:2]
         row = torch.arange(batch, device=q.device).unsqueeze(1)
-        begins = torch.arange(0, tokens, size, device=q.device)
-        columns = (
-            row * tokens + begins,
-            row * tokens + (begins + size).clamp_max(tokens),
-            row * self._strides,
-            (stop // self.sparse.kernel_stride).view(1, 1),
-        )
+        begins = row * tokens + torch.arange(0, tokens, size, device=q.device)
+        ends = torch.minimum(begins + size, (row + 1) * tokens)
+        strides = (stop // self.sparse.kernel_stride).view(1, 1)
+        columns = begins, ends, row * self._strides, strides
         table = torch.stack(torch.broadcast_tensors(*columns), -1).flatten(0, 1).int()
         every = torch.arange(batch * tokens, device=q.device)
         piece = ChoicePiece(slice(0, len(table)), slice(0, len(every)), self._blocks)

@@ -42,10 +42,6 @@ class TableKernel(ABC):
         """Return why this kernel cannot compute such inputs with a bias, or None if it can."""
         return kernels.load(self.name).refuses(spec, q, k)
 
-    def broken(self) -> str | None:
-        """Return why the package that it needs is installed but does not work, or None."""
-        return kernels.load(self.name).broken()
-
     @abstractmethod
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, spec: Spec, bias: CallBias
@@ -78,8 +74,9 @@ def pick(kernel: Kernel, q: Tensor, k: Tensor, spec: Spec) -> TableKernel:
     """Return the kernel for pairs with a bias: `kernel`, which computes those without, or else the
     fastest that can. Raises ValueError with every candidate's reason if none can.
     """
+
+    def refuses(x: TableKernel) -> str | None:
+        return x.refuses(spec, q, k) or kernels.load(x.name).broken()
+
     candidates = sorted(names(), key=lambda name: name != kernel.name)  # the same one first
-    found = _BACKENDS.first(
-        candidates, q, lambda x: x.refuses(spec, q, k) or x.broken(), "kernel with a bias for"
-    )
-    return load(found)
+    return load(_BACKENDS.first(candidates, q, refuses, "kernel with a bias for"))

@@ -48,7 +48,7 @@ class Fa4TableKernel(TableKernel):
             return f"with a bias it supports head sizes up to {_LARGEST_HEAD}, got {q.shape[-1]}"
         if not installed("triton"):
             return "the gradient of a bias's table needs the package triton"
-        if not self.broken() and not all(map(_takes_scalars, functions())):
+        if not _KERNEL.broken() and not all(map(_takes_scalars, functions())):
             return "this version of flash-attn-4 lacks aux_scalars, which a bias needs: update it"
         return None
 

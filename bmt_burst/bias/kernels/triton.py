@@ -161,8 +161,8 @@ def _align(x: Tensor) -> Tensor:
 
 
 def _add_sums(added: Added, inputs: tuple[Tensor, ...]) -> Added:
-    """Return the terms of a bias with zeroed sums, and with units in which none overflows. If the
-    bound of a head's sums is not finite, its gradient is NaN.
+    """Return the terms of a bias with zeroed sums, and with units in which none overflows. They are
+    NaN for a head whose bound is not finite.
     """
     terms, (_, _, v, dout, lse, delta) = added.terms, inputs
     bound = _bound_dscores(dout, v, lse, delta)
@@ -172,11 +172,11 @@ def _add_sums(added: Added, inputs: tuple[Tensor, ...]) -> Added:
 
 
 def _bound_dscores(dout: Tensor, v: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """Bound the sum of |dS| of any query: (H,) in lse's dtype.
+    """Bound the sum of |dS| of any query: (H,) in lse's dtype, not finite if an input or score is
+    not.
 
-    The inputs are dout (B, S, H, D), v (B, T, G, D), lse and delta (B, H, S). A query's
-    probabilities sum to 1 at most, so its |dS| sum to max |dP - delta| at most. |dP| = |dout . v|
-    is at most the product of the norms. The bound is not finite if an input or a score is not.
+    A query's probabilities sum to 1 at most, so its |dS| sum to max |dP - delta| at most, and |dP|
+    = |dout . v| is at most the product of the norms.
     """
     dout_norm, v_norm = (
         torch.linalg.vector_norm(x, dim=3, dtype=lse.dtype).amax((0, 1)) for x in (dout, v)
