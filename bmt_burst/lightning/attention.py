@@ -34,7 +34,7 @@ from ..sequence.rows import Layouts, Masks, Rows
 from ..transport import LANES
 from . import kernels
 from .plan import NAME, LightningPlan, PastStates, PlannedLightning
-from .rates import Slopes, check_rates, describe_slopes
+from .rates import Slopes, check_rates
 from .segments import Edges, find_borders, plan_states
 
 CALL = f"a call of {NAME}"
@@ -162,9 +162,13 @@ def attend_lightning(
     Raises on every rank if arguments are wrong on any rank.
     """
 
+    past = past or PastStates()
+
     def check() -> tuple[Terms, _Call]:
-        given, edges = [q, k, v], None if past is None else past.edges
-        check_once = functools.partial(_check_call, rings, sequence, given, scale, flash, edges)
+        given = [q, k, v]
+        check_once = functools.partial(
+            _check_call, rings, sequence, given, scale, flash, past.edges
+        )
         if not all(isinstance(x, Tensor) for x in given) or q.dim() != 4:
             check_once(())  # raises
         if isinstance(log_decay, Tensor):
@@ -172,7 +176,7 @@ def attend_lightning(
         check_transforms(NAME, *given)
         values = slopes if isinstance(slopes, tuple) else check_rates(slopes, log_decay, q)
         # calls are kept by everything that checks depend on
-        options = values, type(scale), scale, flash, edges, is_recomputing()
+        options = values, type(scale), scale, flash, past.edges, is_recomputing()
         call = find_request(rings, sequence, options, given, functools.partial(check_once, values))
         return call.terms, call
 
@@ -227,7 +231,7 @@ def _check_call(
     recorded = torch.is_grad_enabled() and any(x.requires_grad for x in given)
     terms = {
         **describe_inputs(form, q, k, None),
-        "slopes": describe_slopes(slopes),
+        "slopes": slopes or "none, as each token has a log_decay",
         "scale": scale,
         **rows.terms,
         "documents of other chunks": edges and str(edges),

@@ -1,13 +1,8 @@
 """The plan of a rank in calls of lightning attention: forward, backward, and how states are sent.
 
-Ranks send the last states of their runs, and add up those they take. With U_j the last state of run
-j if it began with 0, the state before run r is
-
-    C_r = sum of U_j, decayed from the end of j to the start of r
-
-over the earlier runs j of its document. Gradients of states are added up in the same way, from the
-end of the sequence. A sum has a fixed order, so results are bitwise equal between runs, and the
-states that leave a chunk are between ranks.
+Ranks send the last states of their runs, and add up those they take, decayed to the start of their
+run. A sum has a fixed order, so results are bitwise equal between runs, and the states that leave a
+chunk are between ranks.
 
 Letters: T tokens of this rank, R rows, H heads, D head size, N states.
 """
@@ -40,7 +35,7 @@ NAME = "lightning_attn_func"
 @dataclass(eq=False)
 class PastStates:
     """The states of a chunk's edges, the same on every rank: (R, H, D, D) in the accumulator's
-    dtype. Autograd records none of them. None is 0.
+    dtype. Autograd records none of them. None is 0. A whole sequence has no edges.
 
     initial   the states of earlier tokens
     begin     called when the backward begins. Raises ValueError if another one did before. None
@@ -51,7 +46,7 @@ class PastStates:
     dinitial  the backward writes the gradients of `initial`
     """
 
-    edges: Edges
+    edges: Edges | None = None
     initial: Tensor | None = None
     begin: Callable[[], None] | None = None
     final: Tensor | None = None
@@ -82,6 +77,8 @@ class LightningPlan:
         plan, step, sources = self.states.forward, 1, segments.leaves
         if direction == "backward":  # it numbers runs from the end of the sequence
             plan, step, sources = self.states.backward, -1, segments.opens
+        if not plan.is_any:
+            return own, None
         zero = own.new_zeros(1, *own.shape[1:]) if plan.entering or plan.leaving else own
         packed = rates.pack(own, sources, segments.cuts)
         edges = [zero] * self.states.rows if edge is None else edge.split(1)
@@ -145,31 +142,28 @@ class PlannedLightning(torch.autograd.Function):
         rings: Rings,
         plan: LightningPlan,
         number: int,
-        past: PastStates | None,
+        past: PastStates,
     ) -> Tensor:
-        """Return out of the call with this number. It continues the states of a `past`."""
+        """Return out of the call with this number, which continues the states of `past`."""
         segments, kernel = plan.states.segments, plan.kernel
         with without_autocast(q):
             rates = find_rates(plan, plan.slopes, log_decay, q)
             states = kernel.forward_states(k, v, rates, segments)
 
             def exchange() -> Tensor:
-                entering = past.initial if past else None
-                initial, final = plan.exchange(rings, "forward", rates, states.last, entering)
-                if past is not None:
-                    past.final = final
+                found = plan.exchange(rings, "forward", rates, states.last, past.initial)
+                initial, past.final = found
                 return initial
 
-            if not plan.states.forward.is_any:
-                initial = states.last
-            elif rings.size == 1:  # nothing is sent
-                initial = exchange()
-            else:  # a recomputation takes the states of the first run
+            if rings.size > 1 and plan.states.forward.is_any:  # states are sent
+                # a recomputation takes those of the first run
                 initial = find_kept(exchange, "lightning attention exchanges its states")
+            else:
+                initial = exchange()
             out: Tensor = kernel.outputs(q, k, v, rates, plan.scale, segments, states, initial)
         ctx.save_for_backward(q, k, v, initial, log_decay)
         ctx.rings, ctx.plan, ctx.number = rings, plan, number
-        ctx.past, ctx.has_past = past, past is not None
+        ctx.past, ctx.has_past = past, past.edges is not None
         return out
 
     @staticmethod
@@ -179,7 +173,7 @@ class PlannedLightning(torch.autograd.Function):
         doing = f"the backward of call {ctx.number}, of {NAME}"
         rings: Rings = ctx.rings
         plan: LightningPlan = ctx.plan
-        past: PastStates | None = ctx.past
+        past: PastStates = ctx.past
 
         def begin() -> tuple[Terms, tuple[Tensor, ...]]:
             return Terms(doing), begin_backward(ctx, NAME, dout)
@@ -191,12 +185,8 @@ class PlannedLightning(torch.autograd.Function):
                 rates = find_rates(plan, plan.slopes, log_decay, q, ctx.needs_input_grad[3])
                 dense = make_dense(dout)
                 states = kernel.backward_states(q, dense, rates, scale, segments)
-                dfinal = states.last
-                if plan.states.backward.is_any:
-                    entering = past.dfinal if past else None
-                    dfinal, dinitial = plan.exchange(rings, "backward", rates, dfinal, entering)
-                    if past is not None:
-                        past.dinitial = dinitial
+                found = plan.exchange(rings, "backward", rates, states.last, past.dfinal)
+                dfinal, past.dinitial = found
                 grads: tuple[Tensor, ...] = kernel.gradients(
                     q, k, v, dense, rates, scale, segments, initial, states, dfinal
                 )

@@ -7,16 +7,13 @@ A token's choice is log_decay: the state before the token decays by e^log_decay.
 sums of log_decay. Each sum has its own terms alone: a difference of two running sums would round
 away what follows a strong decay. Ranks send the sum of a run with its state.
 
-Letters: B batch, S tokens of this rank, T = B S, H heads, D head size, n tokens of a chunk, N
-states.
+Letters: B batch, S tokens of this rank, T = B S, H heads, D head size, n tokens of a chunk.
 """
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import math
-import struct
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -213,9 +210,7 @@ def check_rates(slopes: Any, log_decay: Any, q: Tensor) -> Slopes:
     Slopes of a GPU are read once for each tensor, since the host waits for them. The values of a
     log_decay are checked on CPUs alone.
 
-    Raises TypeError or ValueError unless there is one of these: slopes (H,) on q's device or the
-    CPU, finite and at least 0, and constants; or log_decay (B, S, H) on q's device, at most 0. Both
-    are fp32 (or fp64 for fp64 inputs).
+    Raises TypeError or ValueError unless there is one of them, as lightning_attn_func describes it.
     """
     if (slopes is None) == (log_decay is None):
         raise ValueError(
@@ -255,14 +250,6 @@ def check_rates(slopes: Any, log_decay: Any, q: Tensor) -> Slopes:
                 "decays by e^(-slope) a token"
             )
     return values
-
-
-def describe_slopes(values: Slopes) -> str:
-    """Return a line that is equal for equal slopes."""
-    if values is None:
-        return "none, as each token has a log_decay"
-    digest = hashlib.blake2b(struct.pack(f"{len(values)}d", *values), digest_size=12).hexdigest()
-    return f"{values[0]:g} to {values[-1]:g}, digest {digest}"
 
 
 _known: MutableMapping[Tensor, tuple[int, tuple[float, ...]]] = WeakTensorKeyDictionary()
