@@ -510,8 +510,11 @@ WRONG = [
     ({"slopes": torch.zeros(4, device="meta")}, "ValueError: on cpu or the CPU, got meta"),
     ({"slopes": torch.zeros(4, requires_grad=True)}, "ValueError: requires_grad=False"),
     ({"slopes": [0.0] * 4}, "TypeError: slopes must be a torch.Tensor, got list"),
-    ({"slopes": None}, "ValueError: slopes, which are constants, or log_decay.*got neither"),
-    ({"log_decay": -X[..., 0]}, "ValueError: slopes, which are constants, or log_decay.*got both"),
+    ({"slopes": None}, "ValueError: expected slopes, or log_decay of each token, got neither"),
+    (
+        {"log_decay": -X[..., 0]},
+        "ValueError: expected slopes, or log_decay of each token, got both",
+    ),
     (LOG_DECAY | {"log_decay": X[..., 0] + 2}, "ValueError: log_decay must be at most 0, got 2.0"),
     (LOG_DECAY | {"log_decay": X}, r"ValueError: log_decay must be \(1, 4, 4\), .* token and head"),
     (LOG_DECAY | {"log_decay": -X[..., 0].double()}, "TypeError: torch.float32, got torch.float64"),

@@ -165,10 +165,8 @@ def attend_lightning(
     past = past or PastStates()
 
     def check() -> tuple[Terms, _Call]:
-        given = [q, k, v]
-        check_once = functools.partial(
-            _check_call, rings, sequence, given, scale, flash, past.edges
-        )
+        given, options = [q, k, v], (scale, flash, past.edges)
+        check_once = functools.partial(_check_call, rings, sequence, given, *options)
         if not all(isinstance(x, Tensor) for x in given) or q.dim() != 4:
             check_once(())  # raises
         if isinstance(log_decay, Tensor):
@@ -176,8 +174,8 @@ def attend_lightning(
         check_transforms(NAME, *given)
         values = slopes if isinstance(slopes, tuple) else check_rates(slopes, log_decay, q)
         # calls are kept by everything that checks depend on
-        options = values, type(scale), scale, flash, past.edges, is_recomputing()
-        call = find_request(rings, sequence, options, given, functools.partial(check_once, values))
+        key = values, type(scale), *options, is_recomputing()
+        call = find_request(rings, sequence, key, given, functools.partial(check_once, values))
         return call.terms, call
 
     def run(call: _Call, lines: tuple[bytes, ...]) -> Tensor:

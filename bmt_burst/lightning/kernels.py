@@ -22,10 +22,10 @@ are contiguous. States (N, H, D, D) are wide: fp32, or fp64 for fp64 inputs. N m
 first the entries of k or q, then those of v or dout. Two runs return the same bits. A segment's
 first chunk begins with 0, so a thousand short segments need no memory for states.
 
-`rates` say how states decay (`rates.py`). ConstantRates have `slopes` (H,) wide. TokenRates have
-`log_decay` (T, H) wide, and `gradients` fills their `gradient` unless it is None. A kernel may
-refuse them. For any slopes from 0 on, and any log_decay up to 0, all numbers are finite, so no
-exponent is positive, and nothing is divided by a decay.
+Rates (`rates.py`) say how states decay: ConstantRates by `slopes` (H,) wide, TokenRates by
+`log_decay` (T, H) wide. A kernel may refuse the latter, or fills their `gradient` unless it is
+None. For any slopes from 0 on and any log_decay up to 0 all numbers are finite, so no exponent is
+positive, and nothing is divided by a decay.
 
 To add a kernel, write a module with these functions, and name it in `_MODULES`.
 """

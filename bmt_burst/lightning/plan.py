@@ -9,7 +9,7 @@ Letters: T tokens of this rank, R rows, H heads, D head size, N states.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -26,7 +26,7 @@ from ..kernels.packed import make_dense
 from ..ranks.agreement import Terms, run_agreed
 from ..ranks.rings import Rings
 from ..transport import Arrival, Put, Transport
-from .rates import Rates, Slopes, find_rates
+from .rates import ByRun, Rates, Slopes, find_rates
 from .segments import Edges, Hop, StatePlan
 
 NAME = "lightning_attn_func"
@@ -96,9 +96,7 @@ class LightningPlan:
         return taken, torch.stack([leaving.get(row, zero[0]) for row in range(self.states.rows)])
 
 
-def _cross(
-    ring: Transport, hop: Hop, held: Mapping[int, Tensor], like: Tensor
-) -> dict[int, Tensor]:
+def _cross(ring: Transport, hop: Hop, held: ByRun, like: Tensor) -> dict[int, Tensor]:
     """Exchange states between hosts. Return the received ones by run."""
     memory = like.new_empty(len(hop.receives), *like.shape[1:])
     sends = [(held[run], peer) for run, peer, _ in hop.sends]
@@ -109,7 +107,7 @@ def _cross(
 
 @contextmanager
 def _deliver(
-    ring: Transport, hop: Hop, most: int, held: Mapping[int, Tensor], like: Tensor
+    ring: Transport, hop: Hop, most: int, held: ByRun, like: Tensor
 ) -> Iterator[dict[int, Tensor]]:
     """Exchange states within a host. Yield the received ones by run, until the context ends."""
     if not most:
@@ -155,11 +153,12 @@ class PlannedLightning(torch.autograd.Function):
                 initial, past.final = found
                 return initial
 
-            if rings.size > 1 and plan.states.forward.is_any:  # states are sent
-                # a recomputation takes those of the first run
-                initial = find_kept(exchange, "lightning attention exchanges its states")
-            else:
+            if not plan.states.forward.is_any:
+                initial = states.last
+            elif rings.size == 1:  # nothing is sent
                 initial = exchange()
+            else:  # a recomputation takes the states of the first run
+                initial = find_kept(exchange, "lightning attention exchanges its states")
             out: Tensor = kernel.outputs(q, k, v, rates, plan.scale, segments, states, initial)
         ctx.save_for_backward(q, k, v, initial, log_decay)
         ctx.rings, ctx.plan, ctx.number = rings, plan, number

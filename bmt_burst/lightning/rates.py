@@ -30,6 +30,8 @@ from ..kernels.packed import prepare_once
 from .segments import Faded
 
 Slopes = tuple[float, ...] | None  # of heads, or None where each token chooses
+ByRun = Mapping[int, Tensor]  # packed states (H, ...) by the number of their run
+Sums = Sequence[Sequence[Faded]]
 
 
 def alibi_slopes(num_heads: int) -> Tensor:
@@ -101,9 +103,7 @@ class ConstantRates:
         """
         return states
 
-    def add_up(
-        self, direction: str, sums: Sequence[Sequence[Faded]], packed: Mapping[int, Tensor]
-    ) -> list[Tensor]:
+    def add_up(self, direction: str, sums: Sums, packed: ByRun) -> list[Tensor]:
         """Return each of a direction's sums (H, D, D) of the packed states of runs."""
 
         def make() -> Tensor:
@@ -152,9 +152,7 @@ class TokenRates:
             packed[place, :, -1] = self.log_decay[cuts[segment] : cuts[segment + 1]].sum(0)
         return packed
 
-    def add_up(
-        self, direction: str, sums: Sequence[Sequence[Faded]], packed: Mapping[int, Tensor]
-    ) -> list[Tensor]:
+    def add_up(self, direction: str, sums: Sums, packed: ByRun) -> list[Tensor]:
         found = []
         for faded in sums:
             states = torch.stack([packed[run] for run, _ in faded])
@@ -213,10 +211,8 @@ def check_rates(slopes: Any, log_decay: Any, q: Tensor) -> Slopes:
     Raises TypeError or ValueError unless there is one of them, as lightning_attn_func describes it.
     """
     if (slopes is None) == (log_decay is None):
-        raise ValueError(
-            "expected slopes, which are constants, or log_decay, which each token chooses, got "
-            + ("neither" if slopes is None else "both")
-        )
+        found = "neither" if slopes is None else "both"
+        raise ValueError(f"expected slopes, or log_decay of each token, got {found}")
     name, x, shape, each = "slopes", slopes, q.shape[2:3], "head"
     if slopes is None:
         name, x, shape, each = "log_decay", log_decay, q.shape[:3], "token and head"
@@ -239,9 +235,7 @@ def check_rates(slopes: Any, log_decay: Any, q: Tensor) -> Slopes:
     if slopes.device not in (q.device, torch.device("cpu")):
         raise ValueError(f"slopes must be on {q.device} or the CPU, got {slopes.device}")
     if slopes.requires_grad:
-        raise ValueError(
-            "slopes have no gradient: expected requires_grad=False, got True; a log_decay has one"
-        )
+        raise ValueError("slopes have no gradient: expected requires_grad=False, got True")
     values = _read(slopes)
     for head, value in enumerate(values):
         if not 0 <= value < math.inf:

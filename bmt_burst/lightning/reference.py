@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..base.dtypes import accumulator_dtype
+from ..sequence.span import Span
 from .rates import Rates, running_sum
 from .segments import Segments
 
@@ -75,7 +76,7 @@ def outputs(
         queries, keys, values = (_take(x, chunk) for x in (q, k, v))
         decays = rates.within(chunk.start, chunk.stop)
         found = (queries @ keys.mT * decays.pairs) @ values
-        before = _fade(begins.get(chunk.segment), rates, chunk.first, chunk.start, state)
+        before = _fade(begins.get(chunk.segment), rates, (chunk.first, chunk.start), state)
         if before is not None:
             found += (queries * decays.before) @ before
         out[chunk.start : chunk.stop] = (found * scale).transpose(0, 1)
@@ -120,10 +121,10 @@ def gradients(
         pairs = queries @ keys.mT * decays.pairs * scale
         dpairs = dos @ values.mT * decays.pairs * scale
         grads = dpairs @ keys, dpairs.mT @ queries, pairs.mT @ dos
-        before = _fade(begins.get(chunk.segment), rates, chunk.first, chunk.start, state)
+        before = _fade(begins.get(chunk.segment), rates, (chunk.first, chunk.start), state)
         if before is not None:
             grads[0].add_(dos @ before.mT * decays.before * scale)
-        after = _fade(ends.get(chunk.segment), rates, chunk.stop, chunk.end, gradient)
+        after = _fade(ends.get(chunk.segment), rates, (chunk.stop, chunk.end), gradient)
         if after is not None:
             grads[1].add_(values @ after.mT * decays.after)
             grads[2].add_(keys @ after * decays.after)
@@ -169,15 +170,11 @@ def _take(x: Tensor, chunk: _Chunk) -> Tensor:
     return x[chunk.start : chunk.stop].transpose(0, 1).to(accumulator_dtype(x.dtype))
 
 
-def _fade(
-    edge: Tensor | None, rates: Rates, start: int, stop: int, state: Tensor | None
-) -> Tensor | None:
-    """Return the state plus that at the edge of its segment, decayed over the tokens start to
-    stop - 1. None is 0.
-    """
+def _fade(edge: Tensor | None, rates: Rates, span: Span, state: Tensor | None) -> Tensor | None:
+    """Return the state plus that at the edge of its segment, decayed over a span. None is 0."""
     if edge is None:
         return state
-    faded = edge * rates.over(start, stop)
+    faded = edge * rates.over(*span)
     return faded if state is None else faded.add_(state)
 
 

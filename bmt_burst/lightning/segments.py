@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import itertools
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
@@ -197,7 +197,7 @@ def plan_states(
     """
     row_count = len(edges.before) if edges else 1
     row_starts = range(0, layout.seq_len + 1, layout.seq_len // row_count)
-    by_rank = [tuple(_join_runs(layout, r, row_starts)) for r in range(layout.size)]
+    by_rank = [_join_runs(layout, r, row_starts) for r in range(layout.size)]
     runs = sorted(itertools.chain(*by_rank))
     forward = _Direction(
         [(run.start, run.stop, run.owner) for run in runs],
@@ -241,24 +241,20 @@ class _Direction(NamedTuple):
         )
 
 
-def _join_runs(layout: Layout, rank: int, row_starts: Sequence[int]) -> Iterator[Run]:
-    """Yield the runs of a rank, neighbours of a row joined."""
-    last = None
+def _join_runs(layout: Layout, rank: int, row_starts: Sequence[int]) -> tuple[Run, ...]:
+    """Return the runs of a rank, neighbours of a row joined."""
+    joined = list[Run]()
     for run in layout.runs(rank):
-        length = run.span[1] - run.span[0]
-        if run.step != 1 and length > 1:
+        if run.step != 1 and run.span[1] - run.span[0] > 1:
             raise ValueError(
                 f"lightning attention needs consecutive tokens, got {layout!r}: each of its runs "
                 "would send a state for one token; use layout='zigzag'"
             )
-        if last is not None:
-            if last.stop == run.start and run.start not in row_starts:
-                last = last._replace(span=(last.span[0], run.span[1]))
-                continue
-            yield last
-        last = run._replace(step=1)
-    if last is not None:
-        yield last
+        if joined and joined[-1].stop == run.start and run.start not in row_starts:
+            joined[-1] = joined[-1]._replace(span=(joined[-1].span[0], run.span[1]))
+        else:
+            joined.append(run._replace(step=1))
+    return tuple(joined)
 
 
 def _cut_segments(runs: Sequence[Run], sequence: _Direction) -> Segments:
@@ -317,37 +313,28 @@ def _plan_hops(
     passes it on within its host.
     """
     size, place = len(needed), rank % inner
-    host = range(rank - place, rank - place + inner)
-
-    def find_crossing(to: int) -> list[int]:
-        """Return the runs of other hosts whose states a rank receives for its host."""
+    crossing, within = list[list[int]](), list[list[int]]()  # the runs that each rank receives
+    for to in range(size):
         first = to - to % inner
-        of_host = set[int]().union(*needed[first : first + inner])
-        return [
-            run for run in sorted(of_host)
-            if owners[run] != to and (owners[run] - to) % inner == 0
-        ]  # fmt: skip
-
-    def find_within(to: int) -> list[int]:
-        """Return the runs whose states a rank receives from its host."""
-        return [run for run in sorted(needed[to]) if (owners[run] - to) % inner]
-
-    across = Hop(
+        of_host = sorted(set[int]().union(*needed[first : first + inner]))
+        crossing.append([r for r in of_host if owners[r] != to and (owners[r] - to) % inner == 0])
+        within.append([r for r in sorted(needed[to]) if (owners[r] - to) % inner])
+    between_hosts = Hop(
         tuple(
             Message(run, to // inner, at)
             for to in range(place, size, inner)
-            for at, run in enumerate(find_crossing(to))
+            for at, run in enumerate(crossing[to])
             if owners[run] == rank
         ),
-        tuple(Message(run, owners[run] // inner, at) for at, run in enumerate(find_crossing(rank))),
+        tuple(Message(run, owners[run] // inner, at) for at, run in enumerate(crossing[rank])),
     )
-    within = Hop(
+    in_host = Hop(
         tuple(
             Message(run, to % inner, at)
-            for to in host
-            for at, run in enumerate(find_within(to))
+            for to in range(rank - place, rank - place + inner)
+            for at, run in enumerate(within[to])
             if owners[run] % inner == place
         ),
-        tuple(Message(run, owners[run] % inner, at) for at, run in enumerate(find_within(rank))),
+        tuple(Message(run, owners[run] % inner, at) for at, run in enumerate(within[rank])),
     )
-    return across, within, max(len(find_within(to)) for to in range(size))
+    return between_hosts, in_host, max(map(len, within))
