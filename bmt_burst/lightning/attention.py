@@ -28,7 +28,7 @@ from ..kernels.packed import make_dense
 from ..ranks.agreement import Terms, run_agreed
 from ..ranks.rings import Group, Rings, check_device, make_rings
 from ..ranks.sequence_parallel import WholeSequence
-from ..sequence.layout import Layout, Stacked
+from ..sequence.layout import Stacked
 from ..sequence.mask import Mask
 from ..sequence.rows import Layouts, Masks, Rows
 from ..transport import LANES
@@ -221,7 +221,11 @@ def _check_call(
         raise ValueError(f"expected {q.shape[2]} slopes, one for each head, got {len(slopes)}")
     scale = form.head_size**-0.5 if scale is None else as_positive("scale", scale)
     rows = sequence.find_rows(len(q), rings.size)
-    _check_layouts(sequence)
+    if sequence.kv_layout is not None:
+        raise ValueError(
+            "lightning attention takes a token's query, key and value from one rank: expected a "
+            f"sequence without kv_layout, got {sequence.kv_layout!r}"
+        )
     if rows.mask is not None:
         find_borders(rows.mask)
     kernel = kernels.pick(flash, q, slopes is None)
@@ -254,22 +258,6 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
     if v.shape[3] != q.shape[3]:
         raise ValueError(f"v must have q's head size, {q.shape[3]}, got {v.shape[3]}")
-
-
-def _check_layouts(sequence: WholeSequence) -> None:
-    """Raise ValueError for striped layouts, and for keys that lie elsewhere."""
-    if sequence.kv_layout is not None:
-        raise ValueError(
-            "lightning attention takes a token's query, key and value from one rank: expected a "
-            f"sequence without kv_layout, got {sequence.kv_layout!r}"
-        )
-    layouts = sequence.layout
-    for layout in [layouts] if isinstance(layouts, str | Layout) else layouts:
-        if (layout if isinstance(layout, str) else layout.name) == "striped":
-            raise ValueError(
-                "lightning attention refuses layout='striped': its runs have one token each, and "
-                "ranks would send a state for every token; use layout='zigzag'"
-            )
 
 
 def _make_plan(rings: Rings, call: _Call, everyone: Sequence[dict[str, Any]]) -> LightningPlan:

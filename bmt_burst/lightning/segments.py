@@ -19,7 +19,7 @@ import itertools
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from ..sequence.layout import Layout, Run
 from ..sequence.mask import Mask
@@ -135,30 +135,25 @@ class StatePlan:
 def find_borders(mask: Mask) -> tuple[int, ...]:
     """Return where the causal documents of a mask begin, rising from 0, and last its length."""
     mask.check_one_length("lightning attention")
-    borders = [0]
-    for q, kv, low, high in mask.slices:
+    starts = [*(q[0] for q, *_ in mask.slices), mask.seq_len]
+    stops = [0, *(q[1] for q, *_ in mask.slices)]
+    for stop, start in zip(stops, starts, strict=True):
+        if stop < start:
+            raise ValueError(
+                "lightning attention needs causal documents, in which each token sees itself; got "
+                f"a mask in which tokens {stop} to {start - 1} see nothing: make such padding a "
+                f"document of its own, with {stop} and {start} among the cu_seqlens of "
+                "Mask.documents. That changes no other document"
+            )
+    for stop, (q, kv, low, high) in zip(stops, mask.slices, strict=False):
         tokens = q[1] - q[0]
         is_causal = tokens == 1 or (low == 0 and (high is None or high >= tokens))
-        if q[0] > borders[-1]:
-            _refuse_padding(borders[-1], q[0])
-        if q != kv or q[0] != borders[-1] or not is_causal:
+        if q != kv or q[0] != stop or not is_causal:
             raise ValueError(
                 "lightning attention needs causal documents, such as Mask.documents(cu_seqlens), "
                 f"not windows, prefixes or full masks; got Slice{(q, kv, low, high)}"
             )
-        borders.append(q[1])
-    if borders[-1] != mask.seq_len:
-        _refuse_padding(borders[-1], mask.seq_len)
-    return tuple(borders)
-
-
-def _refuse_padding(start: int, stop: int) -> NoReturn:
-    raise ValueError(
-        "lightning attention needs causal documents, in which each token sees itself; got a mask "
-        f"in which tokens {start} to {stop - 1} see nothing: make such padding a document of its "
-        f"own, with {start} and {stop} among the cu_seqlens of Mask.documents. That changes no "
-        "other document"
-    )
+    return tuple(stops)
 
 
 @functools.lru_cache(maxsize=256)  # a chunk needs them in each layer
@@ -247,8 +242,8 @@ def _join_runs(layout: Layout, rank: int, row_starts: Sequence[int]) -> tuple[Ru
     for run in layout.runs(rank):
         if run.step != 1 and run.span[1] - run.span[0] > 1:
             raise ValueError(
-                f"lightning attention needs consecutive tokens, got {layout!r}: each of its runs "
-                "would send a state for one token; use layout='zigzag'"
+                f"lightning attention needs runs of consecutive tokens, got {layout!r}: a striped "
+                "layout would send a state for each token; use layout='zigzag'"
             )
         if joined and joined[-1].stop == run.start and run.start not in row_starts:
             joined[-1] = joined[-1]._replace(span=(joined[-1].span[0], run.span[1]))
