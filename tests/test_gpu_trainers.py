@@ -12,7 +12,7 @@ pytest.importorskip("trl")
 pytest.importorskip("peft")
 
 from tests.launcher import needs_ranks, run_ranks
-from tests.test_trainers import compare
+from tests.test_trainers import FOLDED, compare
 from tests.trainers import run_cases, save_for_dpo
 
 pytestmark = [pytest.mark.gpu, pytest.mark.ranks, needs_ranks(2)]
@@ -34,6 +34,7 @@ OF_FSDP = {
     "trainer, fsdp": ("train_with_trainer", {"of_metrics": True}),
     "sft, fsdp": ("train_with_sft", {"packing": True, "checking": True}),
     "dpo, fsdp": ("train_with_dpo", {}),
+    "grpo, fsdp": ("train_with_reinforcement", {"name": "GRPO", **FOLDED}),
 }
 
 

@@ -73,7 +73,8 @@ def compare(found: Any, expected: Any, at: str = "", bound: float = BOUND) -> No
     elif isinstance(expected, float):
         # These are small differences of terms of this size.
         around = 10 if any(name in at for name in ("reward", "logits", "margin")) else 0
-        around = 1 if "advantages" in at else around
+        # sums of advantages, and log-ratios of either sign
+        around = 1 if any(name in at for name in ("advantages", "kl")) else around
         same = math.isclose(found, expected, rel_tol=bound, abs_tol=bound * around)
         assert same, (at, found, expected)
     else:

@@ -215,7 +215,7 @@ def _check_arguments(args: Any, model: Any) -> None:
         if getattr(args, name, False):
             raise ValueError(
                 f"expected {name}=False, got True: over ranks there are no caches for it, "
-                "so generate with a model that save_pretrained wrote"
+                "so generate in `with plain(model):`, as docs/trainers.md shows"
             )
     kernels = args.liger_kernel_config or {}
     if args.use_liger_kernel and kernels.get("fused_linear_cross_entropy", True):
