@@ -102,9 +102,18 @@ class BurstAttention(SelfAttention):
         self.kind, _ = find_kind(window, options)
         self.sinks = nn.Parameter(torch.zeros(num_heads)) if as_bool("sinks", sinks) else None
 
+    @property
+    def window(self) -> int | None:
+        """The window of `kind`, read-only."""
+        return self.kind.window
+
+    @property
+    def sparse(self) -> Extension | None:
+        """The extension of `kind`, read-only."""
+        return self.kind.extension
+
     def _find_choose_by(self, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
-        extension = self.kind.extension
-        return () if extension is None else extension.of_layer(q, k)
+        return () if self.sparse is None else self.sparse.of_layer(q, k)
 
     def _find_tensors(self, choose_by: Sequence[Tensor] | None) -> tuple[Tensor | None, ...]:
         sinks: Tensor | None = self.sinks
