@@ -19,8 +19,6 @@ from .packed import blind_queries, effective_band, pack, pack_rows, sequences, u
 
 
 class Fa2Kernel(Kernel):
-    """FlashAttention-2's functions, dense or of variable length."""
-
     name = "fa2"
 
     def refuses(self, spec: Spec, q: Tensor, k: Tensor) -> str | None:

@@ -58,8 +58,6 @@ _FEW_SEQUENCES = 256
 
 
 class Fa4Kernel(Kernel):
-    """FlashAttention-4's functions, dense or of variable length."""
-
     name = "fa4"
     writes_new_memory = True
 

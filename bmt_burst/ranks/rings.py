@@ -216,13 +216,12 @@ def sum_over(ring: Transport, parts: Sequence[Tensor]) -> Tensor:
 def make_rings(process_group: Group | None, double_group: Sequence[Group | None]) -> Rings:
     """Return the rings that `burst_attn_func`'s arguments name.
 
-    The inner ring is over intra, the ranks of a host, the outer one over inter, the ranks at the
-    same place of all hosts. Intra and inter may be pairs of groups, as in the official
-    BurstAttention, where the second one of a pair sends dq. Here the first one sends everything.
+    Intra has the ranks of a host, inter those at the same place of all hosts. Each may be a pair of
+    groups, as in the official BurstAttention, where the second one of a pair sends dq. Here the
+    first one sends everything.
 
-    Raises TypeError for what is no group. Raises ValueError for a mesh of more dimensions, if this
-    rank is in none of the groups, if both kinds are given, or for a pair of groups with other ranks
-    or in another order.
+    Raises TypeError for what is no group. Raises ValueError for a mesh of more dimensions, groups
+    without this rank, both kinds, and pairs of groups with other ranks or in another order.
     """
     if not isinstance(double_group, Sequence) or len(double_group) != 2:
         raise TypeError(f"double_group: expected a pair (intra, inter), got {double_group!r}")

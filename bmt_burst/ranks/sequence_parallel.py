@@ -137,10 +137,9 @@ class SequenceParallel:
         gradients is the gradient of the loss.
 
         Raises ValueError or TypeError on every rank if any rank's `x` is no tensor on a device of
-        the group, or does not have that rank's tokens of a sequence of `seq_len`. Raises
-        RanksDisagree if ranks differ in anything else, as layout, dtype, or whether autograd
-        records the call. Raises RuntimeError inside transforms of torch.func and in forward mode,
-        and in a backward with create_graph.
+        the group with that rank's tokens. Raises RanksDisagree if ranks differ in anything else, as
+        dtype, or whether autograd records the call. Raises RuntimeError inside transforms of
+        torch.func, in forward mode, and in a backward with create_graph.
         """
 
         def check() -> tuple[Tensor, Join]:

@@ -36,8 +36,6 @@ from .compute import Keys, Queries, QueryGradients, Tensors
 
 
 class PlainRing(Strategy):
-    """A strategy that sends keys and values around one ring, a hop at a time."""
-
     name = "plain-ring"
     takes_hosts = takes_scorings = False
 

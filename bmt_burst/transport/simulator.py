@@ -194,8 +194,6 @@ class SimulatedRing(Transport):
 
 
 class SimulatedMessenger(Messenger):
-    """The messages of a simulated ring."""
-
     def __init__(self, ring: SimulatedRing):
         self.ring = ring
 

@@ -41,8 +41,6 @@ _ALIGNED = 1 << 12
 
 
 class Ring(Strategy):
-    """A strategy that sends keys and values, or queries, around a ring of ranks."""
-
     name = "ring"
     stage_bytes: int | None = None
 

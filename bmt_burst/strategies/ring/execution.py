@@ -154,8 +154,7 @@ class Execution(ABC):
         return self.summing(x.shape, x.dtype, x.device, self.limit, into or None, parts)
 
     def _land(self, event: Event) -> None:
-        # Two stages may be fetched at once. They land in the order in which they were fetched.
-        self.landed.append(self.fetched.pop(0))
+        self.landed.append(self.fetched.pop(0))  # of two stages, the one that was fetched first
         self.landed[-1].wait()
         if event.stage + 1 == len(self._round(event).stages):
             # The wait was for what this rank sent, too: nothing reads the root any more.
