@@ -138,15 +138,19 @@ def worst_rank_error(
     layout: Layout | None = None,
     device: str = "cpu",
     dtype: torch.dtype = torch.float64,
+    tokens_choose: bool = False,
 ) -> float:
     """Return the error of this rank of `groups`, in two calls: the second finds a plan."""
     mask, layout = Mask.documents((0, 20, 21, 60)), layout or Layout.zigzag(60, size)
     torch.manual_seed(0)
     tensors, slopes = random_tensors(1, 60, 16)  # the Triton kernel needs heads of 16
+    log_decay = random_log_decay(1, 60).to(torch.promote_types(dtype, torch.float32))
     rounded = [x.to(dtype) for x in tensors]
-    exact = expected_results([x.double() for x in rounded], slopes, 0.3, [mask])
+    rates = log_decay.double() if tokens_choose else slopes
+    exact = expected_results([x.double() for x in rounded], rates, 0.3, [mask])
     parts = [layout.shard(x, rank) for x in exact]
     shards = [layout.shard(x, rank).to(device) for x in rounded]
     options = {"scale": 0.3, "mask": mask, "layout": layout, **groups}
-    calls = [shard_results(shards, slopes.to(device), **options) for _ in range(2)]
+    own = layout.shard(log_decay, rank) if tokens_choose else slopes
+    calls = [shard_results(shards, own.to(device), **options) for _ in range(2)]
     return max(worst_error([x.cpu().double() for x in got], parts) for got in calls)

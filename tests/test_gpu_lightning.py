@@ -21,8 +21,22 @@ dtypes = pytest.mark.parametrize("dtype", BOUNDS)
 
 
 @dtypes
-def test_one_gpu_equals_the_recurrence(dtype):
-    assert worst_rank_error({}, 0, 1, device="cuda", dtype=dtype) < BOUNDS[dtype]
+@pytest.mark.parametrize("tokens_choose", [False, True], ids=["slopes", "log_decay"])
+def test_one_gpu_equals_the_recurrence(dtype, tokens_choose):
+    options = {"device": "cuda", "dtype": dtype, "tokens_choose": tokens_choose}
+    assert worst_rank_error({}, 0, 1, **options) < BOUNDS[dtype]
+
+
+def test_a_positive_log_decay_is_nan_and_the_host_waits_for_no_value():
+    x, log_decay = torch.randn(1, 70, 4, 16, device="cuda"), -torch.rand(1, 70, 4, device="cuda")
+    clean = lightning_attn_func(x, x, x, log_decay=log_decay)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        log_decay[:, 30] += 2
+        found = lightning_attn_func(x, x, x, log_decay=log_decay)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert found[:, :30].equal(clean[:, :30]) and found[:, 30:].isnan().all()
 
 
 def test_slopes_of_a_gpu_are_read_once_for_each_change():

@@ -72,7 +72,12 @@ def random_case(seed: int) -> tuple[int, list[Mask], list[Layout]]:
 CASES = range(5 * len(RINGS))
 
 
-@pytest.mark.parametrize("tokens_choose", [False, True], ids=["slopes", "log_decay"])
+tokens_choose_or_not = pytest.mark.parametrize(
+    "tokens_choose", [False, True], ids=["slopes", "log_decay"]
+)
+
+
+@tokens_choose_or_not
 def test_equals_the_recurrence(tokens_choose, monkeypatch):
     """On 1 to 8 ranks and hosts, with documents, layouts, rows and chunks of any kind."""
     rows = set()
@@ -113,17 +118,21 @@ def test_a_thousand_short_documents_have_no_states():
     assert sum(x is not None for x in states.chunks) == (1_200 - 999 - 1) // reference.CHUNK
 
 
+@tokens_choose_or_not
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_lower_precision(size, dtype):
+def test_lower_precision(size, dtype, tokens_choose):
     """States are fp32. The sums of 16-bit inputs are too, so only results are rounded."""
     masks = [Mask.documents((0, 90, 91, 300))] * 2
-    tensors, slopes = random_tensors(2, 300, 8)
+    tensors, rates = random_tensors(2, 300, 8)
+    if tokens_choose:
+        rates = random_log_decay(2, 300).float()
     rounded = [x.to(dtype) for x in tensors]
-    expected = expected_results([x.double() for x in rounded], slopes, SCALE, masks)
+    wide = rates.double() if tokens_choose else rates
+    expected = expected_results([x.double() for x in rounded], wide, SCALE, masks)
     layouts = [Layout.zigzag(300, size)] * 2
-    got, _ = over_ranks(layouts, rounded, slopes, scale=SCALE, mask=masks)
-    assert {x.dtype for x in got} == {dtype}
+    got, _ = over_ranks(layouts, rounded, rates, scale=SCALE, mask=masks)
+    assert {x.dtype for x in got[:4]} == {dtype} and {x.dtype for x in got[4:]} <= {torch.float32}
     most = 1e-5 if dtype == torch.float32 else torch.finfo(dtype).eps
     assert worst_error([x.double() for x in got], expected) < most
 
@@ -395,6 +404,7 @@ def test_documents_that_end_inside_their_run_send_nothing(inner):
 # activation checkpointing
 
 
+@tokens_choose_or_not
 @pytest.mark.parametrize(
     "options",
     [
@@ -403,17 +413,20 @@ def test_documents_that_end_inside_their_run_send_nothing(inner):
         {"use_reentrant": False, "context_fn": keep_choices},
     ],
 )
-def test_a_recomputation_takes_the_kept_states(options):
+def test_a_recomputation_takes_the_kept_states(options, tokens_choose):
     """It sends what one forward and one backward send."""
     tensors, slopes = random_tensors(1, 40)
+    if tokens_choose:
+        tensors, slopes = (*tensors[:3], random_log_decay(1, 40), tensors[3]), None
     layout = Layout.zigzag(40, 2)
 
     def work(ring, is_checkpointed):
         choices = contextlib.nullcontext() if "context_fn" in options else Choices()
 
-        def attend(q, k, v):
+        def attend(q, k, v, log_decay=None):
+            options = {"log_decay": log_decay, "process_group": ring}
             with choices.of("layer") if isinstance(choices, Choices) else choices:
-                return q + lightning_attn_func(q, k, v, slopes, process_group=ring)
+                return q + lightning_attn_func(q, k, v, slopes, **options)
 
         *leaves, dout = (layout.shard(x, ring.rank) for x in tensors)
         leaves = [x.requires_grad_() for x in leaves]
