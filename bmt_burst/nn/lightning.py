@@ -14,7 +14,7 @@ from torch.nn import functional
 from ..base.arguments import as_positive, check_tensor
 from ..base.dtypes import accumulator_dtype
 from ..lightning.memory import Lightning
-from ..lightning.rates import alibi_slopes, check_rates
+from ..lightning.rates import Slopes, alibi_slopes, check_rates
 from ..ranks.sequence_parallel import SequenceParallel
 from .heads import Heads, SelfAttention
 
@@ -82,21 +82,22 @@ class LightningAttention(SelfAttention):
             output_gate=output_gate,
             rotary=rotary,
         )
-        scale = self.head_dim**-0.5
-        if gate_logit_normalizer is not None:
-            if slopes is not None:
-                raise ValueError("expected slopes or gate_logit_normalizer, got both")
+        values: Slopes = None
+        if gate_logit_normalizer is None:
+            slopes = alibi_slopes(num_heads) if slopes is None else slopes
+            check_tensor("slopes", slopes)
+            # numbers, as a buffer would take the dtype of the weights
+            like = slopes.new_empty(1, 1, num_heads, 1, dtype=torch.float64)
+            values = check_rates(slopes, None, like)
+        elif slopes is not None:
+            raise ValueError("expected slopes or gate_logit_normalizer, got both")
+        else:
             self.normalizer = as_positive("gate_logit_normalizer", gate_logit_normalizer)
             self.gk_proj = nn.Linear(hidden_size, num_heads)
-            self.kind = Lightning(None, scale, flash)
-            return
-        slopes = alibi_slopes(num_heads) if slopes is None else slopes
-        check_tensor("slopes", slopes)
-        # numbers, as a buffer would take the dtype of the weights
-        like = slopes.new_empty(1, 1, num_heads, 1, dtype=torch.float64)
-        self.kind = Lightning(check_rates(slopes, None, like), scale, flash)
+        self.kind = Lightning(values, self.head_dim**-0.5, flash)
 
     def project_all(self, x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Heads:
+        """Return what the base does. Its last entry has log_decay if each token chooses it."""
         q, k, v, _ = super().project_all(x, cos, sin)
         if self.kind.slopes is not None:
             return q, k, v, ()
