@@ -103,9 +103,9 @@ class Facts:
             raise ValueError(f"{option} must be positive, got {value}")
 
 
-def option(default: Any, help: str, **facts: Any) -> Any:
+def option(default: Any, help: str, scope: Scope = NOWHERE, **facts: Any) -> Any:
     """Return a field of a component with its Facts."""
-    return field(default=default, metadata={"facts": Facts(help, **facts)})
+    return field(default=default, metadata={"facts": Facts(help, scope, **facts)})
 
 
 def parse_steps(text: str, steps: int) -> range:

@@ -58,40 +58,40 @@ class ModelSettings:
         f"a preset ({', '.join(PRESETS)}), or a JSON file with the fields of CPMConfig or of "
         "CPM-Live's configurations; by default the model of the checkpoint to resume from, or "
         f"{DEFAULT_MODEL}",
-        scope=ALL_STAGES | PATH | TECHNICAL,
+        ALL_STAGES | PATH | TECHNICAL,
     )
     init_from: str | None = option(
         None,
         "starting weights: a folder with a config.json, which then replaces --model; or a file for "
         "--model (.pt, .bin, .pth or .safetensors); docs/pretraining.md lists them",
-        scope=ALL_STAGES | PATH | TECHNICAL,
+        ALL_STAGES | PATH | TECHNICAL,
     )
     accept_field: str | None = option(
         None,
         "unknown fields of the model's config.json that change nothing it computes, with commas "
         "between them; an export has them again",
-        scope=ALL_STAGES | TECHNICAL,
+        ALL_STAGES | TECHNICAL,
     )
     untie: bool = option(
         False,
         "train a head of its own, which starts as that of --init-from or as the embeddings",
-        scope=ALL_STAGES | TECHNICAL,
+        ALL_STAGES | TECHNICAL,
         instances="its head is its embeddings",
     )
     grow_vocabulary: bool = option(
         False,
         "with --init-from: add rows for the data's new tokens, after those of the weights",
-        scope=ALL_STAGES | TECHNICAL,
+        ALL_STAGES | TECHNICAL,
     )
     allow_other_tokenizer: bool = option(
         False,
         "with --init-from: start even if the tokenizer of the weights differs from the data's",
-        scope=ALL_STAGES | TECHNICAL,
+        ALL_STAGES | TECHNICAL,
     )
     rope_theta: float | None = option(
         None,
         "base of the rotary positions; a larger one suits longer sequences",
-        scope=REPLACES,
+        REPLACES,
         instances="it has no rotary positions",
         positive=True,
     )
@@ -100,7 +100,7 @@ class ModelSettings:
         "scaling of the rotary positions, instead of the model's: "
         """'{"kind": "yarn", "factor": 4, "original_length": 32768}'; """
         "models/rope.py lists kinds and numbers",
-        scope=REPLACES,
+        REPLACES,
         instances="it has no rotary positions",
         check=RopeScaling.from_dict,
     )
@@ -108,15 +108,15 @@ class ModelSettings:
         None,
         "sparse attention in all layers with softmax attention: '{}' for InfLLM-V2 as MiniCPM4 "
         """has it, or with other constants of bmt_burst.InfLLMV2, '{"dense_len": 4096}'""",
-        scope=REPLACES,
+        REPLACES,
         instances="its attention has a bias",
         check=read_extension,
     )
     window: int | None = option(
         None,
         "tokens that a token sees, itself included, in layers with a window, else in all",
+        REPLACES,
         least=1,
-        scope=REPLACES,
         instances="its layers have no windows",
     )
     dtype: str = option(
@@ -159,13 +159,13 @@ class DataSettings:
     data: str | Mapping[str, str] = option(
         "data/stdlib/train",
         "folder of training tokens, from prepare_data.py; or several, each as NAME=PATH:WEIGHT",
-        scope=PATH,
+        PATH,
         check=lambda data: isinstance(data, str) or parse_shares(data),
     )
     val_data: str | Mapping[str, str] | None = option(
         None,
         "folder of validation tokens; or several, each as NAME=PATH, with a loss for each name",
-        scope=PATH,
+        PATH,
         check=validation_folders,
     )
     documents: str = option(
@@ -198,14 +198,14 @@ class ParallelSettings:
     processes: int = option(
         1,
         "processes to start on this machine; leave at 1 under torchrun",
+        ALL_STAGES | HOST | TECHNICAL,
         least=1,
-        scope=ALL_STAGES | HOST | TECHNICAL,
     )
     restarts: int = option(
         0,
         "times that a failed run starts again from its last checkpoint, except after exit code 2",
+        ALL_STAGES | HOST | TECHNICAL,
         least=0,
-        scope=ALL_STAGES | HOST | TECHNICAL,
     )
     sp_size: int = option(1, "ranks that share a sequence; the others are data parallel", least=1)
     strategy: str = option(
@@ -226,20 +226,20 @@ class ParallelSettings:
     engine: str = option(
         "auto",
         "what shards the model: bmtrain on GPUs, torch (FSDP2) anywhere; auto: bmtrain if possible",
+        HOST,
         choices=("auto", "torch", "bmtrain"),
-        scope=HOST,
     )
     device: str = option(
         "auto",
         "where to train; auto: on GPUs if there is one for each process of this machine",
+        HOST,
         choices=("auto", "cpu", "cuda"),
-        scope=HOST,
     )
     flash: str = option(
         "auto",
         "the attention kernel, see bmt_burst.burst_attn_func; lightning layers take triton and "
         "reference, and auto for other names",
-        scope=HOST,
+        HOST,
     )
     deterministic: bool = option(
         False, "use kernels that give identical bits in every run (CPU kernels always do)"
@@ -247,21 +247,21 @@ class ParallelSettings:
     checkpointing: str = option(
         "none",
         "what the backward recomputes; selective: all except the attention; full: all",
+        TECHNICAL,
         choices=CHECKPOINTING,
-        scope=TECHNICAL,
     )
     checkpointing_blocks: int | None = option(
         None,
         "apply --checkpointing to this many blocks, the first ones. By default to all; on GPUs, "
         "selective applies to as many as memory needs",
+        TECHNICAL,
         least=0,
-        scope=TECHNICAL,
     )
     checkpointing_every: int | None = option(
         None,
         "keep only the input of every so many blocks, which the backward computes again",
+        TECHNICAL,
         least=2,
-        scope=TECHNICAL,
     )
     mlp_tile: int | None = option(
         None,
@@ -273,19 +273,19 @@ class ParallelSettings:
         "train in chunks of this many tokens, over all ranks of a sequence: memory grows by keys, "
         "values and sums of their gradients only, and the forward of all chunks but the last runs "
         "twice; by default a sequence is one chunk",
+        TECHNICAL,
         least=1,
-        scope=TECHNICAL,
         instances="its attention has a bias",
     )
     offload: bool = option(
         False,
         "keep saved activations in host memory; needs --checkpointing, and has no effect on CPUs",
-        scope=TECHNICAL,
+        TECHNICAL,
     )
     offload_optimizer: bool = option(
         False,
         "keep master weights and AdamW's state in host memory; engine bmtrain only",
-        scope=TECHNICAL,
+        TECHNICAL,
     )
 
     @property
@@ -314,8 +314,8 @@ class OptimizerSettings:
     stop_after: int | None = option(
         None,
         "save and stop after this step; the schedule is that of --steps",
+        ONE_STAGE | TECHNICAL,
         least=1,
-        scope=ONE_STAGE | TECHNICAL,
     )
     lr: float = option(1e-3, "peak learning rate", positive=True)
     schedule: str = option("wsd", "learning rate after warm-up", choices=SCHEDULES)
@@ -333,8 +333,8 @@ class OptimizerSettings:
     max_skips: int = option(
         10,
         "end the run after so many steps in a row whose loss or gradient norm was not finite",
+        TECHNICAL,
         least=1,
-        scope=TECHNICAL,
     )
 
     @property
@@ -356,88 +356,83 @@ class RunSettings:
     """The output of a run: its checkpoints, evaluations and log."""
 
     output: str = option(
-        "runs/cpm", "folder for checkpoints, logs and curves", scope=ALL_STAGES | PATH | TECHNICAL
+        "runs/cpm", "folder for checkpoints, logs and curves", ALL_STAGES | PATH | TECHNICAL
     )
     resume: str = option(
         "never",
         "auto: resume from the newest whole checkpoint in --output, or start if there is none; "
         "never: refuse an --output that has checkpoints; or the folder of a checkpoint",
-        scope=PATH | TECHNICAL,
+        PATH | TECHNICAL,
         no_stages="stages always resume where they stopped; to repeat steps, remove checkpoints",
     )
     new_stage: bool = option(
         False,
         "with --resume CHECKPOINT: start another stage from its weights and optimizer, with other "
         "data or length, for example. --resume auto continues a stage",
-        scope=TECHNICAL,
+        TECHNICAL,
         no_stages="each table of the file is a stage",
     )
     seed: int = option(0, "seed of starting weights and data order", least=0)
     skip_data: str | None = option(
         None,
         "FROM:TO, with --resume: leave out sequences FROM to TO - 1 of the data order, from 0",
-        scope=ONE_STAGE,
+        ONE_STAGE,
         check=parse_range,
     )
     save: bool = option(
         True,
         "write checkpoints; otherwise a run leaves only its curves",
-        scope=TECHNICAL,
+        TECHNICAL,
         no_stages="a stage begins at a checkpoint of the one before",
     )
     save_every: int = option(
         200,
         "steps between checkpoints; the last step is always saved; 0: only the last",
+        TECHNICAL,
         least=0,
-        scope=TECHNICAL,
     )
     save_in_background: bool = option(
-        True,
-        "write checkpoints while training continues, from a copy in host memory",
-        scope=TECHNICAL,
+        True, "write checkpoints while training continues, from a copy in host memory", TECHNICAL
     )
-    keep_last: int = option(2, "checkpoints to keep", least=1, scope=TECHNICAL)
+    keep_last: int = option(2, "checkpoints to keep", TECHNICAL, least=1)
     log_every: int = option(
         10,
         "steps between the lines of a log, where a terminal shows a bar with every step",
+        HOST | TECHNICAL,
         least=1,
-        scope=HOST | TECHNICAL,
     )
     eval_every: int = option(
-        100,
-        "steps between evaluations on --val-data; 0: only after the last",
-        least=0,
-        scope=TECHNICAL,
+        100, "steps between evaluations on --val-data; 0: only after the last", TECHNICAL, least=0
     )
     eval_sequences: int = option(
-        32, "sequences of each source in one evaluation", least=1, scope=TECHNICAL
+        32, "sequences of each source in one evaluation", TECHNICAL, least=1
     )
     eval_tasks: str | None = option(
         None,
         "tasks of evaluate.py in each evaluation, at --seq-len, for example needle,positions",
-        scope=TECHNICAL,
+        TECHNICAL,
         instances="the tasks are texts to continue",
         check=_parse_eval_tasks,
     )
     wandb: str | None = option(
         None,
         "project of Weights & Biases that also gets the records",
-        scope=HOST | TECHNICAL,
+        HOST | TECHNICAL,
         check=check_project,
     )
     profile: str | None = option(
-        None, "steps to profile, FIRST:LAST; traces go to --output", scope=HOST | TECHNICAL
+        None, "steps to profile, FIRST:LAST; traces go to --output", HOST | TECHNICAL
     )
     timeout: float = option(
         1800.0,
         "seconds without a sign of life after which a rank prints its stacks and ends",
-        scope=TECHNICAL,
+        TECHNICAL,
         positive=True,
     )
     time_limit: str | None = option(
         None,
         "HH:MM, HH:MM:SS or D-HH:MM since the start of the command: save and stop before",
-        scope=ALL_STAGES | HOST | TECHNICAL,
+        ALL_STAGES | HOST | TECHNICAL,
         check=check_time_limit,
     )
 
