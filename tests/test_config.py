@@ -1,15 +1,19 @@
 """The configuration of a run: files, the command line, models and learning rates."""
 
+import dataclasses
 import itertools
 import json
 from pathlib import Path
 
 import pytest
 
+from models.config import CPMConfig
 from models.rope import Linear
 from train.loop.progress import learning_rate
 from train.loop.stages import parse_run
 from train.settings.config import TrainConfig
+from train.settings.facts import ALL_STAGES, HOST, ONE_STAGE, PATH, REPLACES
+from train.settings.settings import COMPONENTS, FACTS
 
 
 def test_configuration_comes_from_defaults_file_and_command_line(tmp_path):
@@ -105,6 +109,18 @@ def test_learning_rates(schedule, middle):
     if schedule == "wsd":
         assert rates[89] == 1.0
         assert rates[99] == pytest.approx(0.1)  # half way down an exponential
+
+
+def test_each_setting_is_described_in_one_place():
+    fields = [field.name for field in dataclasses.fields(TrainConfig)]
+    assert [*FACTS] == fields
+    assert len(set(fields)) == sum(len(dataclasses.fields(part)) for part in COMPONENTS.values())
+    model = {field.name for field in dataclasses.fields(CPMConfig)}
+    for name, facts in FACTS.items():
+        assert REPLACES not in facts.scope or name in model
+        assert ALL_STAGES | ONE_STAGE not in facts.scope
+        assert HOST | PATH not in facts.scope
+        facts.check_value(name, getattr(TrainConfig, name))
 
 
 def test_model_from_a_file(tmp_path):
