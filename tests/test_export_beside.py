@@ -143,19 +143,19 @@ def check(folder: Path) -> None:
 
 def test_a_larger_vocabulary_keeps_tokens_and_another_tokenizer_does_not(source, tmp_path):
     grown = tokenizer_in(tmp_path / "grown", "<new>")
-    carried = carry_over(state_of(source, grown), grown, 1, 77, 2048, LLAMA)
+    carried = carry_over(state_of(source, grown), grown, 1, 77, LLAMA)
     assert carried.tokenizer["pad_token"] == "<pad>"
     assert carried.generation["eos_token_id"] == [3, 2]
     assert "chat_template.jinja" in carried.texts
     foreign = ByteTokenizer()
-    carried = carry_over(state_of(source, foreign), foreign, 256, 77, 2048, LLAMA)
+    carried = carry_over(state_of(source, foreign), foreign, 256, 77, LLAMA)
     assert carried.generation == {"do_sample": True, "temperature": 0.6, "top_p": 0.95}
     assert carried.tokenizer == {"padding_side": "left", "model_max_length": 4096}
     assert carried.texts == {"LICENSE": "You may."}
     assert carried.config == {}
     [line] = [line for line in carried.notes if "since the run has another tokenizer" in line]
     names = "generation_config.json: eos_token_id", "forced_eos_token_id", "map.json: pad_token"
-    assert all(name in line for name in names)
+    assert all(name in line for name in (*names, "chat_template.jinja"))
     (source / "tokenizer.json").unlink()
     assert "no tokenizer.json" in read_beside(source, foreign)["foreign"]
 
@@ -171,7 +171,7 @@ def test_facts_of_training_replace_those_of_the_folder(source, tmp_path):
         (source / "config.json").write_text(json.dumps(config_of(source) | {"bos_token_id": 1}))
         state = state_of(source, tokenizer, bos=bos)
         state["model"] |= change
-        carried = carry_over(state, tokenizer, bos, rows, max(rows, 2048), LLAMA)
+        carried = carry_over(state, tokenizer, bos, rows, LLAMA)
         assert note in carried.describe()
         assert ("model_max_length" in carried.tokenizer) == (bos != 1)
         assert ("bos_token" in carried.tokenizer) == (bos != 3)  # as a name for chat templates
@@ -184,7 +184,7 @@ def test_tokens_that_the_tokenizer_lacks_are_noted(source, tmp_path):
     )
     (source / "generation_config.json").write_text('{"eos_token_id": [3, 290]}')
     tokenizer = tokenizer_in(tmp_path / "mine")
-    carried = carry_over(state_of(source, tokenizer), tokenizer, 1, 77, 2048, LLAMA)
+    carried = carry_over(state_of(source, tokenizer), tokenizer, 1, 77, LLAMA)
     assert carried.tokenizer["pad_token"] == "[PAD]"
     assert carried.generation["eos_token_id"] == [3, 290]
     for note in (
@@ -203,7 +203,7 @@ def test_tokens_that_an_export_suppressed_may_get_a_text(source, tmp_path):
     config = json.loads((source / "config.json").read_text()) | {"bos_token_id": 1}
     (source / "config.json").write_text(json.dumps(config))
     tokenizer = tokenizer_in(tmp_path / "mine", "<new>")
-    carried = carry_over(state_of(source, tokenizer), tokenizer, 1, 77, 2048, LLAMA)
+    carried = carry_over(state_of(source, tokenizer), tokenizer, 1, 77, LLAMA)
     assert carried.generation["suppress_tokens"] == [7]
     assert "suppress_tokens" not in "".join(carried.notes)
     assert "left out: generation_config.json: bos_token_id 3: training had '<s>'" in carried.notes
@@ -211,8 +211,8 @@ def test_tokens_that_an_export_suppressed_may_get_a_text(source, tmp_path):
 
 def test_an_export_of_an_older_checkpoint_names_what_is_unknown():
     state = {"config": {"init_from": "weights"}}
-    left_out = carry_over(state, SimpleNamespace(), 1, 77, 77, LLAMA).describe()
+    left_out = carry_over(state, SimpleNamespace(), 1, 77, LLAMA).describe()
     assert "left out: all beside the weights, which older runs did not record" in left_out
     for file in ("a.pt", "a.safetensors"):
         state = {"config": {"init_from": file}}
-        assert not carry_over(state, SimpleNamespace(), 1, 1, 1, LLAMA).describe()
+        assert not carry_over(state, SimpleNamespace(), 1, 1, LLAMA).describe()

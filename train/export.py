@@ -76,7 +76,7 @@ def export_huggingface(
     # does.
     before = end if resume.saved_documents(saved.state) == "ignore" else bos
     shape = config_to_hf(config, longest)
-    carried = carry_over(saved.state, tokenizer, before, rows, longest, shape)
+    carried = carry_over(saved.state, tokenizer, before, rows, shape)
     of_config, generation = carried.config, carried.generation
     of_model = listed(of_config.get("eos_token_id"))
     stops = listed(generation.get("eos_token_id", of_model))

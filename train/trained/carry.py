@@ -61,7 +61,6 @@ def carry_over(
     tokenizer: Tokenizer,
     begin: int | None,
     rows: int,
-    longest: int,
     written: Mapping[str, Any],
 ) -> Carried:
     """Return the parts that an export takes over from the folder of its first weights. Those that
@@ -70,7 +69,6 @@ def carry_over(
     state    the checkpoint's
     begin    the token after which training began texts, or None
     rows     tokens of the longest row of training
-    longest  tokens of the longest sequence that the model is for
     written  config.json as it follows from the model
     """
     record, source = state.get("beside"), state["config"].get("init_from")
@@ -81,21 +79,22 @@ def carry_over(
         carried.notes += ["left out: all beside the weights, which older runs did not record"]
         return carried
     carried, values = Carried(record["folder"], accepted), record["values"]
-    _take_fields(carried, values, record["foreign"])
+    _take_fields(carried, values, record["texts"], record["foreign"])
     adds = state["data"].get("bos") is not None
     _compare_tokens(carried, values, tokenizer, begin, adds)
     given = values.get(TOKENIZER, {}).get("model_max_length")
     same_rope = all(state["model"].get(name) == value for name, value in record["rope"].items())
     if isinstance(given, int | float) and given >= rows and same_rope:
         carried.tokenizer["model_max_length"] = given
-    foreign = record["foreign"]
-    texts = record["texts"].items()
-    carried.texts |= {name: x for name, x in texts if not (foreign and is_template(name))}
     return carried
 
 
-def _take_fields(carried: Carried, values: Mapping[str, Any], foreign: str | None) -> None:
-    """Take over fields, those that name tokens unless they are `foreign`, which is the reason."""
+def _take_fields(
+    carried: Carried, values: Mapping[str, Any], texts: Mapping[str, str], foreign: str | None
+) -> None:
+    """Take over fields and texts. If tokens are `foreign`, which is the reason, leave out what
+    names them.
+    """
     taken, left_out = {"config.json": carried.config, GENERATION: carried.generation}, []
     for place, pattern in _FIELDS.items():
         for name, value in values.get(place, {}).items():
@@ -106,6 +105,11 @@ def _take_fields(carried: Carried, values: Mapping[str, Any], foreign: str | Non
             else:
                 names = re.match(_FIELDS[SPECIAL], name)
                 taken.get(place, carried.tokenizer)[name] = _read_names(value) if names else value
+    for name, text in texts.items():
+        if foreign and is_template(name):
+            left_out.append(name)
+        else:
+            carried.texts[name] = text
     if left_out:
         carried.notes += [f"left out, since {foreign}: {', '.join(left_out)}"]
 
