@@ -88,13 +88,6 @@ def _remove_old(output: Path, interrupts: Interrupts) -> None:
         shutil.rmtree(output)
 
 
-def _workers(asked: int | None, tokenizer: str, size: int) -> int:
-    """Return the worker processes: as asked, else one in all for little work, else one a core."""
-    if asked is not None:
-        return asked
-    return 1 if tokenizer == "bytes" or size < _SMALL else len(os.sched_getaffinity(0))
-
-
 def _documents(
     results: Iterator[Encoded], lines: BadLines, shards: BrokenShards, bar: tqdm
 ) -> Iterator[tuple[Document, Iterator]]:
@@ -124,7 +117,11 @@ def _tokenize(
     text = sum(file.path.stat().st_size for file in files if file.kind != MEGATRON)
     encoder = functools.partial(Encoder.open, args.tokenizer, args.field, args.eos)
     pieces = (piece for file in files for piece in read_pieces(file, args.field))
-    results = map_in_order(encoder, pieces, _workers(args.workers, args.tokenizer, text))
+    workers = args.workers
+    if workers is None:  # one for little work, else one a core
+        few = args.tokenizer == "bytes" or text < _SMALL
+        workers = 1 if few else len(os.sched_getaffinity(0))
+    results = map_in_order(encoder, pieces, workers)
     lines = BadLines()
     with closing(results), tqdm(total=size, unit="B", unit_scale=True, desc="tokenizing") as bar:
         for document, ids in _documents(results, lines, shards, bar):

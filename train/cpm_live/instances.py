@@ -158,7 +158,10 @@ def shuffle_answers(instance: Instance, chance: np.random.Generator) -> Instance
     """Return a Bee's instance with the items of each object under `<ans>` in another order."""
     tree = instance.segments[instance.segments[:, COLUMNS.sample] == 0]
     parents = tree[:, COLUMNS.parent].tolist()
-    order = _order_segments(parents, _find_answer(parents, tree[:, COLUMNS.kind]), chance)
+    answer = int(tree[:, COLUMNS.kind].argmax())  # a predicted text, and then the key `<ans>`
+    while parents[answer]:
+        answer = parents[answer]
+    order = _order_segments(parents, answer, chance)
     if order == list(range(len(tree))):
         return instance
     whole = np.concatenate((order, np.arange(len(tree), len(instance.segments))))
@@ -169,14 +172,6 @@ def shuffle_answers(instance: Instance, chance: np.random.Generator) -> Instance
     parents = segments[: len(tree), COLUMNS.parent]
     segments[: len(tree), COLUMNS.parent] = np.where(parents < 0, -1, moved[parents])
     return Instance(instance.tokens[tokens], instance.subs[tokens], segments)
-
-
-def _find_answer(parents: list[int], predicted: np.ndarray) -> int:
-    """Return the segment of the key `<ans>`."""
-    at = int(predicted.argmax())
-    while parents[at]:
-        at = parents[at]
-    return at
 
 
 def _order_segments(parents: list[int], answer: int, chance: np.random.Generator) -> list[int]:

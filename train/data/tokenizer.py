@@ -73,7 +73,10 @@ class JsonTokenizer(Tokenizer):
         self.vocab_size = max(self._backend.get_vocab().values()) + 1
         added = self._backend.get_added_tokens_decoder().items()
         self._special = {token.content: i for i, token in added if token.special}
-        self.eos = eos or self._choose_end(older)
+        if older and not eos:
+            eos = next((name for name in USUAL if self.id_of(name) is not None), USUAL[0])
+        ends = named_ends(file.parent, self.name_of) if not eos else {}
+        self.eos = eos or choose_end(self._special, self.id_of, ends)
         if (found := self.id_of(self.eos)) is None:
             raise ValueError(
                 f"it has no end-of-text token {self.eos!r}; name another one with --eos"
@@ -103,12 +106,6 @@ class JsonTokenizer(Tokenizer):
 
     def decode_special(self, ids: Sequence[int]) -> str:
         return self._backend.decode([*ids], skip_special_tokens=False)
-
-    def _choose_end(self, older: bool) -> str:
-        if older:
-            usual = (name for name in USUAL if self.id_of(name) is not None)
-            return next(usual, USUAL[0])
-        return choose_end(self._special, self.id_of, named_ends(self.file.parent, self.name_of))
 
     def id_of(self, token: str) -> int | None:
         return self._backend.token_to_id(token)

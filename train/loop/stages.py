@@ -31,7 +31,7 @@ from train.loop.wandb_run import check_installed
 from train.run.distributed import choose_engine
 from train.run.replacement import agree_on_store
 from train.settings.config import TrainConfig
-from train.settings.facts import ALL_STAGES, ONE_STAGE, Facts
+from train.settings.facts import ALL_STAGES, ONE_STAGE
 from train.settings.options import make_config, parse_options, read_file, read_values
 from train.settings.settings import FACTS, shared_options
 
@@ -219,7 +219,8 @@ def _make_stage(
         raise ValueError(
             f"{where} sets {twice[0]}: leave out {flag(twice[0])}, which is for all stages"
         )
-    if misplaced := sorted(name for name in own if _is_common(FACTS[name])):
+    facts = {name: FACTS[name] for name in sorted(own)}
+    if misplaced := [n for n, x in facts.items() if ALL_STAGES in x.scope or x.no_stages]:
         raise ValueError(f"{where}: {misplaced[0]} is the same in all stages: put it at the top")
     root = Path(common.get("output", TrainConfig.output))
     values = {**common, **own, "output": str(root / f"{number:02d}-{name}"), "resume": "auto"}
@@ -227,10 +228,6 @@ def _make_stage(
         return Stage(number, name, TrainConfig(**values))
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
-
-
-def _is_common(facts: Facts) -> bool:
-    return ALL_STAGES in facts.scope or facts.no_stages is not None
 
 
 def _check_folders(file: Path, stages: Sequence[Stage]) -> None:

@@ -29,7 +29,12 @@ class WandbRun:
         self._wandb: Any = importlib.import_module("wandb")
         self._run = self._start(project, folder, settings)
         self._run.define_metric("*", step_metric="step")
-        self._keep_id(folder / "wandb/run.json", project)
+        file = folder / "wandb/run.json"
+        partial = file.with_name(file.name + ".partial")
+        with writing(partial):
+            file.parent.mkdir(exist_ok=True)
+            partial.write_text(json.dumps({"project": project, "id": self._run.id}) + "\n")
+            partial.replace(file)
 
     def _start(self, project: str, folder: Path, settings: dict[str, Any]) -> Any:
         errors = self._wandb.errors
@@ -50,13 +55,6 @@ class WandbRun:
         except errors.CommError as error:
             print(f"wandb cannot be reached, and records offline: {error}", file=sys.stderr)
             return self._wandb.init(**options, mode="offline")
-
-    def _keep_id(self, file: Path, project: str) -> None:
-        partial = file.with_name(file.name + ".partial")
-        with writing(partial):
-            file.parent.mkdir(exist_ok=True)
-            partial.write_text(json.dumps({"project": project, "id": self._run.id}) + "\n")
-            partial.replace(file)
 
     def record(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log({"step": step, **values})

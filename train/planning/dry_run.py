@@ -22,7 +22,7 @@ from train.settings.config import TrainConfig
 
 from .report import Budget, advice, describe, explain_chunk, explain_shortage
 from .search import Cluster, Planned, as_run, find_longest, plan, with_options
-from .seconds import GIB, GPUS, H200, Hardware
+from .seconds import GIB, GPUS, H200
 
 
 def dry_run(argv: Sequence[str]) -> int:
@@ -88,14 +88,9 @@ def _plan(config: TrainConfig) -> Planned:
     """Plan a run on the GPUs of this machine, or on H200 if it has none."""
     gpus = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else config.processes
     has_bmtrain = kernels.installed("bmtrain") or not torch.cuda.is_available()
-    hardware, gib = _find_hardware()
+    hardware, gib = H200, H200.gib  # if this machine has no GPU
+    if torch.cuda.is_available():
+        name = torch.cuda.get_device_name().lower().replace(" ", "")
+        hardware = next((gpu for known, gpu in GPUS.items() if known in name), H200)
+        gib = torch.cuda.get_device_properties(0).total_memory / GIB
     return as_run(plan(config, Cluster(gpus, gib, hardware), config.pick_engine(has_bmtrain)))
-
-
-def _find_hardware() -> tuple[Hardware, float]:
-    """Return the rates and the memory of this machine's GPU, or those of an H200."""
-    if not torch.cuda.is_available():
-        return H200, H200.gib
-    name = torch.cuda.get_device_name().lower().replace(" ", "")
-    hardware = next((gpu for known, gpu in GPUS.items() if known in name), H200)
-    return hardware, torch.cuda.get_device_properties(0).total_memory / GIB

@@ -112,8 +112,12 @@ class _Layers:
     @property
     def memory(self) -> AttentionMemory:
         """The most memory of its attentions."""
-        found = [astuple(_memory_of(shape)) for shape in self.attention] or [(0, 0, 0)]
-        return AttentionMemory(*map(max, zip(*found, strict=True)))
+        found = [
+            lightning_memory(x) if isinstance(x, LightningShape) else attention_memory(x)
+            for x in self.attention
+        ]
+        most = zip(*map(astuple, found or [AttentionMemory(0, 0, 0)]), strict=True)
+        return AttentionMemory(*map(max, most))
 
     @property
     def forward(self) -> float:
@@ -124,12 +128,6 @@ class _Layers:
     def backward(self) -> float:
         """The most bytes of its backward."""
         return max(self.unit.backward, self.unit.backward_attention + self.memory.backward)
-
-
-def _memory_of(shape: AnyShape) -> AttentionMemory:
-    if isinstance(shape, LightningShape):
-        return lightning_memory(shape)
-    return attention_memory(shape)
 
 
 def plan_step(
