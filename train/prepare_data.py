@@ -158,10 +158,7 @@ def _split(
     for each in writers.values():
         shutil.rmtree(each.folder)
     few = counted(whole.documents, "document is too little", "documents are too few")
-    print(
-        f"{few} to choose from: the last {whole.unit} are for validation",
-        file=sys.stderr,
-    )
+    print(f"{few} to choose from: the last {whole.unit} are for validation", file=sys.stderr)
     return parts
 
 

@@ -22,11 +22,7 @@ from train.generation.decoding import AntDecoder, BeeDecoder, Choose, continue_r
 
 
 def fill_in(
-    model: CPMBee,
-    tokenizer: BeeTokenizer,
-    prompt: str,
-    tokens: int,
-    choose: Choose,
+    model: CPMBee, tokenizer: BeeTokenizer, prompt: str, tokens: int, choose: Choose
 ) -> str:
     """Return the instance in `prompt`, JSON such as `{"question": "2 + 3", "<ans>": ""}`, answered.
 
@@ -112,11 +108,7 @@ def _put_answers(record: Any, answers: Iterator[str]) -> Any:
 
 
 def continue_text(
-    model: CPMAnt,
-    tokenizer: AntTokenizer,
-    prompt: str,
-    tokens: int,
-    choose: Choose,
+    model: CPMAnt, tokenizer: AntTokenizer, prompt: str, tokens: int, choose: Choose
 ) -> str:
     """Return the text `prompt` and up to `tokens` more tokens, as `fill_in` takes them."""
     config, task = model.config, TASKS["lm"]

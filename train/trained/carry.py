@@ -124,11 +124,7 @@ def _read_names(value: Any) -> Any:
 
 
 def _compare_tokens(
-    carried: Carried,
-    values: Mapping[str, Any],
-    tokenizer: Tokenizer,
-    begin: int | None,
-    adds: bool,
+    carried: Carried, values: Mapping[str, Any], tokenizer: Tokenizer, begin: int | None, adds: bool
 ) -> None:
     """Note tokens that the run's tokenizer lacks, and begin tokens that are not those of training.
     The name of one is left out if transformers `adds` another one to texts.
