@@ -28,7 +28,7 @@ def test_sparse_config_is_read_and_written():
     assert "sparse_config" not in hf
     config = config_from_hf(hf | {"sparse_config": RELEASED})
     assert config == dataclasses.replace(config_from_hf(hf), sparse=InfLLMV2())
-    assert CPMConfig(**config.to_dict()) == config
+    assert CPMConfig.from_dict(config.to_dict()) == config
     for changed in (RELEASED, RELEASED | {"use_nope": True, "dense_len": -1, "topk": 62}):
         config = config_from_hf(hf | {"sparse_config": changed})
         assert config_to_hf(config)["sparse_config"] == changed
