@@ -107,6 +107,8 @@ def sample(rank: int) -> None:
     ids = torch.tensor([PROMPTS[2 * rank]])  # of different lengths, and with different ends
     ends = {"max_new_tokens": 3 + 5 * rank, "do_sample": False, "eos_token_id": None}
     with plain(sharded):
+        with plain(sharded):
+            pass
         assert sharded.config._attn_implementation == "eager"
         found = sharded.generate(ids, **ends)
         loss = sharded(ids, labels=ids).loss
@@ -224,7 +226,7 @@ def fold_alone(rank: int, folder: str) -> None:
 
 def test_one_rank_folds(tmp_path):
     run_ranks(1, fold_alone, str(tmp_path))
-    with pytest.raises(ValueError, match="fold=True is for GRPOTrainer, RLOOTrainer"):
+    with pytest.raises(ValueError, match="fold=True is for TRL's GRPOTrainer, RLOOT"):
         changed(fold=True)(trl.SFTTrainer)
 
 

@@ -236,6 +236,8 @@ def test_classes_that_cannot_be_are_refused():
     for name in ("balanced", "loss_only"):
         with pytest.raises(TypeError, match=f"{name} must be True or False"):
             sequence_parallel(hf.Trainer, **{name: "yes"})
+    of_yours = type("GRPOTrainer", (hf.Trainer,), {})  # not TRL's
+    assert not hasattr(sequence_parallel(of_yours), "_generate_single_turn")
     assert issubclass(once, hf.Trainer) and once.__name__ == "Trainer"
     assert issubclass(sequence_parallel(hf.Seq2SeqTrainer), hf.Seq2SeqTrainer)
 

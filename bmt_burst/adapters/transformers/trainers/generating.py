@@ -21,7 +21,7 @@ from trl.generation import vllm_generation
 
 from ...enabling import replaced
 from .models import plain
-from .options import GENERATING_OF_TRL
+from .options import GENERATING_OF_TRL, find_base_of_trl
 from .peers import gather_in_group
 from .trainer import ParallelTrainer
 
@@ -109,8 +109,9 @@ class GeneratingTrainer(ParallelTrainer):
     def _prepare_inputs(self, inputs: Any) -> Any:
         """Return the rows of a step: generate completions, or take those from before."""
         self._enable_reference()
-        names = {base.__name__: base.__module__ for base in type(self).__mro__}
-        [module] = (sys.modules[names[name]] for name in GENERATING_OF_TRL if name in names)
+        of_trl = find_base_of_trl(type(self), GENERATING_OF_TRL)
+        assert of_trl is not None, "sequence_parallel chose this class by it"
+        module: Any = sys.modules[of_trl.__module__]
         peers = self.accelerator._peers
         # TRL imports functions of accelerate, which count ranks
         gather_object = module.gather_object if peers is None else peers.gather_objects

@@ -43,9 +43,10 @@ def plain(model: nn.Module) -> Iterator[None]:
             tokens = trainer.model.generate(prompts, max_new_tokens=64)
 
     A model that is not enabled does not change. Ranks may have other inputs, and take other steps,
-    except under FSDP2: there all ranks must generate together, and take as many steps.
+    except under FSDP2: there all ranks must generate together, and take as many steps. A backward
+    that computes layers again must end in this context.
     """
-    changed = [x for x in model.modules() if isinstance(x, Enabled)]
+    changed = [x for x in model.modules() if isinstance(x, Enabled) and not x._is_plain]
     with ExitStack() as stack:
         for x in changed:
             x._is_plain = True

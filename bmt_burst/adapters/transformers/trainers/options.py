@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,12 @@ class Options:
     loss_only: bool
     fold: bool
     of_attention: dict[str, Any]
+
+
+def find_base_of_trl(trainer: type, names: Sequence[str]) -> type | None:
+    """Return the first base of a class that is TRL's and has one of these names, or None."""
+    bases = (base for base in trainer.__mro__ if base.__module__.startswith("trl."))
+    return next((base for base in bases if base.__name__ in names), None)
 
 
 def is_tested(trainer: type) -> bool:

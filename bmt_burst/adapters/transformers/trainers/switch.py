@@ -8,7 +8,14 @@ import torch.distributed as dist
 
 from ....base.arguments import as_bool
 from ...enabling import Class, make_class
-from .options import FOLDING_OF_TRL, GENERATING_OF_TRL, TESTED_OF_TRL, Options, is_tested
+from .options import (
+    FOLDING_OF_TRL,
+    GENERATING_OF_TRL,
+    TESTED_OF_TRL,
+    Options,
+    find_base_of_trl,
+    is_tested,
+)
 
 _GENERATING = (
     *("DistillationTrainer", "A2POTrainer", "AsyncGRPOTrainer", "AsyncDistillationTrainer"),
@@ -79,9 +86,9 @@ def sequence_parallel(
     )
     names = [base.__name__ for base in cls.__mro__]
     _check_class(cls, names, options.untested)
-    if options.fold and {*FOLDING_OF_TRL}.isdisjoint(names):
-        raise ValueError(f"fold=True is for {', '.join(FOLDING_OF_TRL)}, got {cls.__name__}")
-    if not {*GENERATING_OF_TRL}.isdisjoint(names):
+    if options.fold and not find_base_of_trl(cls, FOLDING_OF_TRL):
+        raise ValueError(f"fold=True is for TRL's {', '.join(FOLDING_OF_TRL)}, got {cls.__name__}")
+    if find_base_of_trl(cls, GENERATING_OF_TRL):
         from .generating import GeneratingTrainer as mixin
     elif "Trainer" in names:
         from .trainer import ParallelTrainer as mixin
@@ -106,13 +113,11 @@ def _check_class(cls: type, names: list[str], untested: bool) -> None:
     # the first decides: some are subclasses of a tested one, and compute other losses
     if not of_trl or is_tested(of_trl[0]):
         return
-    for base in of_trl:
-        if base.__name__ in _GENERATING:
-            raise ValueError(
-                f"{of_trl[0].__name__} generates while it trains, and gathers completions from "
-                "ranks, not from groups: expected GRPOTrainer or RLOOTrainer, or a subclass of "
-                "yours"
-            )
+    if find_base_of_trl(cls, _GENERATING):
+        raise ValueError(
+            f"{of_trl[0].__name__} generates while it trains, and gathers completions from ranks, "
+            "not from groups: expected GRPOTrainer or RLOOTrainer, or a subclass of yours"
+        )
     text = f"{of_trl[0].__name__} of {of_trl[0].__module__} was not tested over ranks"
     if not untested:
         raise ValueError(
