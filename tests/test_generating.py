@@ -114,6 +114,13 @@ def sample(rank: int) -> None:
         loss = sharded(ids, labels=ids).loss
     assert found.equal(whole.generate(ids, **ends))
     torch.testing.assert_close(loss, whole(ids, labels=ids).loss)
+    trainer.model = trainer.model_wrapped = sharded
+    trainer.accelerator._hook_calls(sharded)  # as `prepare` does, where there are GPUs
+    trainer.generation_config.do_sample = False
+    completions, _ = trainer._generate_single_turn(PROMPTS[:3], None, {}, 3)
+    for prompt, completion in zip(PROMPTS, completions, strict=False):
+        expected = whole.generate(torch.tensor([prompt]), max_new_tokens=15, do_sample=False)
+        assert completion == expected[0, len(prompt) :].tolist()
     with pytest.raises(ValueError, match=r"does not generate, .*: call it in `with plain"):
         sharded.generate(ids)
     ids = torch.tensor([PROMPTS[3]])

@@ -131,8 +131,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "orpo": ("train_on_preferences", {"name": "ORPO"}),
     "cpo": ("train_on_preferences", {"name": "CPO"}),
     "tpo": ("train_on_preferences", {"name": "TPO"}),
-    "grpo, dapo": ("train_with_reinforcement", {"name": "GRPO", "loss_type": "dapo"}),
-    "grpo": ("train_with_reinforcement", {"name": "GRPO", "loss_type": "grpo", "beta": 0.0}),
+    "grpo, dapo": ("train_with_reinforcement", {"name": "GRPO", "loss_type": "dapo", "beta": 0.0}),
+    "grpo, stream": (
+        "train_with_reinforcement",
+        {"name": "GRPO", "loss_type": "grpo", "stream": True},
+    ),
     "grpo, dr_grpo, two steps a generation": (
         "train_with_reinforcement",
         {"name": "GRPO", "loss_type": "dr_grpo", "steps_per_generation": 4},

@@ -505,7 +505,7 @@ async def prefer_short(completion_ids: list, **_others: Any) -> list[float]:
 
 
 def train_with_reinforcement(
-    change: Change, path: str, name: str, fold: bool = False, **changes: Any
+    change: Change, path: str, name: str, fold: bool = False, stream: bool = False, **changes: Any
 ) -> dict:
     """Train with GRPO or RLOO on completions that do not depend on the model. The prompts of a
     batch have different lengths.
@@ -515,6 +515,7 @@ def train_with_reinforcement(
 
     is_grpo = name == "GRPO"
     rows = [{"prompt": text(row[: 5 + i])} for i, row in enumerate(Rows(13).rows)]
+    dataset = datasets.Dataset.from_list(rows)
     options = arguments("", num_generations=4, max_completion_length=12, bf16=False, beta=0.1)
     options |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2} | changes
     options |= {"per_device_eval_batch_size": 4, "include_num_input_tokens_seen": False}
@@ -528,7 +529,7 @@ def train_with_reinforcement(
             ],
             reward_processing_classes=[None, None, tokenizer()],
             args=getattr(trl, f"{name}Config")(**options | {"output_dir": folder}),
-            train_dataset=datasets.Dataset.from_list(rows),
+            train_dataset=dataset.to_iterable_dataset() if stream else dataset,
             eval_dataset=datasets.Dataset.from_list(rows[:4]),
             processing_class=tokenizer(),
             **({"rollout_func": roll_out} if is_grpo and not options.get("use_vllm") else {}),
