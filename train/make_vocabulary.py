@@ -26,7 +26,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from train.base.command_line import ArgumentParser
-from train.base.files import writing
+from train.base.files import replacing
 from train.base.wording import counted
 from train.cpm_live.vocabulary import LONGEST, WRITTEN, bee_parts, is_special
 from train.data.files import Piece, TextFile
@@ -106,17 +106,6 @@ def _find_strings(value: Any) -> Iterator[str]:
             yield from _find_strings(inner)
 
 
-def _write_file(file: Path, text: str) -> None:
-    """Write the file as a whole or not at all."""
-    partial = file.with_name(f"{file.name}.partial")
-    try:
-        with writing(partial):
-            partial.write_text(text, encoding="utf-8", newline="\n")
-            partial.rename(file)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
 def make(args: argparse.Namespace) -> None:
     if Path(args.output).exists():
         raise ValueError(f"{args.output} exists and is not replaced")
@@ -128,7 +117,9 @@ def make(args: argparse.Namespace) -> None:
     bad = BadLines()
     texts = itertools.chain.from_iterable(texts_of(file, args.model, bad) for file in files)
     pieces = pieces_of(texts, special, args.size)
-    _write_file(Path(args.output), "".join(f"{piece}\n" for piece in pieces))
+    text = "".join(f"{piece}\n" for piece in pieces)
+    with replacing(Path(args.output)) as partial:
+        partial.write_text(text, encoding="utf-8", newline="\n")
     made, read = counted(len(pieces), "piece"), counted(len(files), "file")
     print(f"{args.output}: {made}, {len(special)} of them special, from {read}")
     unread.report()

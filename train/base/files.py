@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 _LATER = 5  # seconds; torchrun checks its ranks more often
 
@@ -21,6 +22,35 @@ def writing(file: str | Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(file)) from error
+
+
+@contextmanager
+def replacing(file: Path) -> Iterator[Path]:
+    """Yield the path of a hidden file, which becomes `file` at the end if the work succeeds."""
+    partial = file.with_name(f".{file.name}.partial")
+    try:
+        with writing(partial):
+            yield partial
+            partial.replace(file)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def drawing(file: Path) -> Iterator[tuple[Any, Any]]:
+    """Yield a figure of matplotlib and its axes, which are drawn into `file` at the end."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    try:
+        yield figure, axes
+        with replacing(file) as partial:
+            figure.savefig(partial, dpi=120, format="png")
+    finally:
+        plt.close(figure)
 
 
 @contextmanager

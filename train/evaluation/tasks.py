@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bmt_burst.sequence.layout import IGNORE_INDEX
-from train.base.files import writing
+from train.base.files import drawing, writing
 from train.base.wording import counted, flag, remark_few
 from train.data.batches import Batches
 from train.data.folder import Sequences
@@ -286,25 +286,15 @@ def _make_rows(task: Task, subject: Subject, grid: Grid, length: int) -> Retriev
 
 def write_report(folder: Path, about: dict[str, Any], results: Sequence[Result]) -> None:
     """Write results.json and TASK.png into `folder`. `about` describes the evaluation."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     values = {**about, "tasks": {result.task: result.to_dict() for result in results}}
     with writing(folder / "results.json"):
         (folder / "results.json").write_text(json.dumps(values, indent=1, allow_nan=False) + "\n")
     for result in results:
-        figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-        try:
+        with drawing(folder / f"{result.task}.png") as (figure, axes):
             if isinstance(result, Retrieved):
                 _draw_map(figure, axes, result)
             else:
                 _draw_curve(axes, result)
-            with writing(folder / f"{result.task}.png"):
-                figure.savefig(folder / f"{result.task}.png", dpi=120)
-        finally:
-            plt.close(figure)
 
 
 def _draw_map(figure: Any, axes: Any, result: Retrieved) -> None:

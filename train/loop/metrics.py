@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import statistics
 import sys
 import threading
@@ -23,7 +22,7 @@ from typing import Any
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-from train.base.files import print_error, printing, writing
+from train.base.files import drawing, print_error, printing, replacing, writing
 from train.base.wording import counted
 from train.loop.wandb_run import WandbRun
 
@@ -179,33 +178,16 @@ class NoMetrics:
 
 def plot_losses(records: list[dict[str, Any]], file: Path) -> None:
     """Draw training and validation loss over steps."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    for name, label in (("loss", "training"), ("val_loss", "validation")):
-        points = [(r["step"], r[name]) for r in records if name in r]
-        if points:
-            axes.plot(
-                *zip(*points, strict=True),
-                label=label,
-                marker="o" if name == "val_loss" else None,
-                linewidth=1.2,
-            )
-    axes.set(xlabel="step", ylabel="loss (nats per token)")
-    axes.grid(alpha=0.3)
-    if axes.lines:
-        axes.legend()
-    partial = file.with_name(f".{file.name}.partial")
-    try:
-        with writing(partial):
-            figure.savefig(partial, dpi=120, format="png")
-        os.replace(partial, file)
-    finally:
-        plt.close(figure)
-        partial.unlink(missing_ok=True)
+    with drawing(file) as (_, axes):
+        for name, label in (("loss", "training"), ("val_loss", "validation")):
+            points = [(r["step"], r[name]) for r in records if name in r]
+            if points:
+                marker = "o" if name == "val_loss" else None
+                axes.plot(*zip(*points, strict=True), label=label, marker=marker, linewidth=1.2)
+        axes.set(xlabel="step", ylabel="loss (nats per token)")
+        axes.grid(alpha=0.3)
+        if axes.lines:
+            axes.legend()
 
 
 def _keep_until(file: Path, step: int) -> list[dict[str, Any]]:
@@ -224,10 +206,8 @@ def _keep_until(file: Path, step: int) -> list[dict[str, Any]]:
     if dropped:
         with writing(rest), open(rest, "ab") as stream:
             stream.writelines(dropped)
-    partial = file.with_name(file.name + ".partial")
-    with writing(partial):
+    with replacing(file) as partial:
         partial.write_bytes(b"".join(kept))
-    os.replace(partial, file)
     return records
 
 

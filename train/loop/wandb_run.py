@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from train.base.files import writing
+from train.base.files import replacing
 
 
 def check_installed(project: str | None) -> None:
@@ -30,11 +30,9 @@ class WandbRun:
         self._run = self._start(project, folder, settings)
         self._run.define_metric("*", step_metric="step")
         file = folder / "wandb/run.json"
-        partial = file.with_name(file.name + ".partial")
-        with writing(partial):
-            file.parent.mkdir(exist_ok=True)
+        file.parent.mkdir(exist_ok=True)
+        with replacing(file) as partial:
             partial.write_text(json.dumps({"project": project, "id": self._run.id}) + "\n")
-            partial.replace(file)
 
     def _start(self, project: str, folder: Path, settings: dict[str, Any]) -> Any:
         errors = self._wandb.errors
