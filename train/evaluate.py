@@ -26,8 +26,6 @@ if __name__ == "__main__":
 
     die_with_parent()  # early, since the parent may die while torch is imported
 
-import torch.distributed as dist
-
 from train.base import ranks
 from train.base.command_line import ArgumentParser
 from train.base.folders import write_aside
@@ -294,13 +292,7 @@ def main(argv: Sequence[str]) -> int:
     if processes > 1 and "RANK" not in os.environ:
         return launch([__file__, *argv], processes)
     watchdog = Watchdog(ranks.rank(), TrainConfig(**request.settings).timeout, _PROGRAM)
-
-    def work() -> None:
-        Evaluation(request, watchdog).run()
-        watchdog.alive("leaving the other ranks")
-        dist.destroy_process_group()
-
-    return ending.run_rank(work, watchdog)
+    return ending.run_rank(lambda: Evaluation(request, watchdog).run(), watchdog)
 
 
 if __name__ == "__main__":

@@ -260,8 +260,6 @@ def _work(request: _Request, watchdog: Watchdog) -> None:
     model, tokenizer, rules = ranks.together(lambda: request.open(device))
     model.attach(sp)
     ranks.together(lambda: request.answer(model, tokenizer, rules, Speed(watchdog.alive)))
-    watchdog.alive("leaving the other ranks")
-    dist.destroy_process_group()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -84,9 +84,9 @@ def _run_rank(
         _print_stop(config, trainer.progress.step)
     stopping = stop.received or trainer.limit.is_late()
     variables = stages.leave(finished, stopping) if stages else None
-    watchdog.alive("leaving the other ranks")
-    dist.destroy_process_group()
     if variables is not None:
+        watchdog.alive("leaving the other ranks")
+        dist.destroy_process_group()
         watchdog.close()
         replace_process([__file__, *argv], variables, stop)
 

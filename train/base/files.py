@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import sys
@@ -13,6 +14,12 @@ from pathlib import Path
 from typing import Any
 
 _LATER = 5  # seconds; torchrun checks its ranks more often
+
+
+def hash_file(file: Path) -> str:
+    """Return the sha256 of a file."""
+    with open(file, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 @contextmanager

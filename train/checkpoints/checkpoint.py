@@ -7,7 +7,6 @@ of flattened tensors, so any number of ranks can read them. No file may lie outs
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import os
@@ -25,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from train.base import ranks
+from train.base.files import hash_file
 from train.base.wording import counted
 from train.checkpoints.rank_file import RNG
 from train.data.tokenizer import Tokenizer
@@ -192,7 +192,7 @@ def damage(path: Path, part: int = 0, parts: int = 1) -> str | None:
             size = (path / name).stat().st_size
             if size != expected["bytes"]:
                 return f"{name} has {counted(size, 'byte')}, expected {expected['bytes']:,}"
-            if _sha256(path / name) != expected["sha256"]:
+            if hash_file(path / name) != expected["sha256"]:
                 return f"{name} does not have the sha256 of its manifest"
     except _UNREADABLE as error:
         return f"{type(error).__name__}: {error}"
@@ -389,12 +389,7 @@ def _erase(path: Path) -> None:
 
 
 def _describe_file(file: Path) -> dict[str, Any]:
-    return {"bytes": file.stat().st_size, "sha256": _sha256(file)}
-
-
-def _sha256(file: Path) -> str:
-    with open(file, "rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+    return {"bytes": file.stat().st_size, "sha256": hash_file(file)}
 
 
 def _sync(path: Path) -> None:

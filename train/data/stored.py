@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 
-from train.base.files import writing
+from train.base.files import hash_file, writing
 from train.base.wording import counted
 from train.data.tokenizer_base import Tokenizer
 from train.registry import kind_of_data, load
@@ -87,7 +87,7 @@ class DataWriter(ABC, Generic[Part]):
         hashes = self.close()
         self.tokenizer.save(self.folder)
         for file in sorted(self.folder.glob("tokenizer.*")):
-            hashes[file.name] = hashlib.sha256(file.read_bytes()).hexdigest()
+            hashes[file.name] = hash_file(file)
         index = {
             "tokens": self.tokens,
             "documents": self.documents,

@@ -8,7 +8,6 @@ index.json      counts, dtype, sources, and the sha256 of every other file; writ
 
 from __future__ import annotations
 
-import hashlib
 from functools import cached_property
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import numpy as np
 
 from models.json_files import read_json
 from train.base import ranks
+from train.base.files import hash_file
 from train.base.folders import inside
 from train.base.wording import counted
 from train.data.documents import BegunText, Documents, DocumentsByEos, StoredDocuments
@@ -99,13 +99,8 @@ class TokenFile:
             file = inside(self.folder, name)
             if not file.is_file():
                 raise ValueError(f"{self.folder} has no {name}")
-            if file.stat().st_size <= _CHEAP:
-                with open(file, "rb") as opened:
-                    found = hashlib.file_digest(opened, "sha256").hexdigest()
-                if found != expected:
-                    raise ValueError(
-                        f"{file} was changed: its sha256 is {found}, expected {expected}"
-                    )
+            if file.stat().st_size <= _CHEAP and (found := hash_file(file)) != expected:
+                raise ValueError(f"{file} was changed: its sha256 is {found}, expected {expected}")
         if self.index.get("digest") != self.digest:
             raise ValueError(
                 f"{self.folder / 'tokens.bin'} was changed: its tokens differ from the index's"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import torch
+import torch.distributed as dist
 
 from train.base import ranks
 from train.base.files import leave_reason, print_error
@@ -34,11 +35,16 @@ def end_now(watchdog: Watchdog) -> NoReturn:
 def run_rank(
     work: Callable[[], None], watchdog: Watchdog, advise: Callable[[], str] | None = None
 ) -> int:
-    """Do all the work of a rank. Return its exit code. `advise` tells how to save memory."""
+    """Do all the work of a rank and leave the others. Return its exit code. `advise` tells how to
+    save memory.
+    """
     # reuse compiled kernels in the next run
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     try:
         work()
+        if dist.is_initialized():
+            watchdog.alive("leaving the other ranks")
+            dist.destroy_process_group()
     except Exception as error:
         code = explain(error, watchdog, advise)
         if code is None:
