@@ -32,10 +32,11 @@ from train.loop.building import Kept
 from train.planning.attention import AttentionShape, attention_memory
 from train.planning.dry_run import advise, dry_run, fit_memory
 from train.planning.memory import AttentionRun
-from train.planning.report import advice, command, explain_chunk
+from train.planning.report import advice, command
 from train.planning.search import (
     Cluster,
     Planned,
+    find_best,
     find_longest,
     helping_options,
     plan,
@@ -328,8 +329,11 @@ def test_chunks_are_recommended_where_they_pay_and_not_elsewhere():
     found = recommend(many_heads)
     assert found is not None
     assert found.config.chunk is None
-    assert "chunks (--chunk) do not pay for this model: they keep 1,080 KiB" in advice(many_heads)
-    told = advice(with_options(many_heads, chunk=32768))
+    assert "chunks (--chunk) do not pay for this model: they keep 1,080 KiB" in advice(
+        many_heads, *find_best(many_heads)
+    )
+    with_chunk = with_options(many_heads, chunk=32768)
+    told = advice(with_chunk, *find_best(with_chunk))
     assert told.startswith("chunks (--chunk) do not pay for this model: they keep 1,080 KiB")
     assert f"; without --chunk a step takes {found.seconds.total:.2f} s (" in told
     assert "), and --chunk 32768 does not fit\nrecommended (" in told
@@ -342,7 +346,7 @@ def test_chunks_are_recommended_where_they_pay_and_not_elsewhere():
     assert found is not None
     assert found.config.chunk
     assert "--chunk" in command(found)
-    assert explain_chunk(found) is None
+    assert find_best(found)[1] is None
 
 
 def test_a_dry_run_and_a_run_plan_chunks(capsys, monkeypatch):

@@ -22,7 +22,7 @@ if __name__ == "__main__":
 
 from train.base.command_line import ArgumentParser
 from train.planning.report import Budget, advice, describe, table
-from train.planning.search import Cluster, find_any_longest, plan, recommend
+from train.planning.search import Cluster, find_any_longest, find_best, plan
 from train.planning.seconds import GPUS
 from train.settings.config import TrainConfig
 from train.settings.options import add_options
@@ -89,10 +89,10 @@ def _report(given: dict[str, Any], cluster: Cluster, budget: Budget) -> Iterator
     if seq_len is None:
         longest = dataclasses.replace(config, seq_len=find_any_longest(planned))
         planned = plan(longest, cluster, engine)
-    found = recommend(planned) or planned
-    yield describe(found, budget)
-    yield f"\n{table(planned, found)}"
-    yield f"\n{advice(planned)}"
+    found, without = find_best(planned)
+    yield describe(found or planned, budget)
+    yield f"\n{table(planned, found or planned)}"
+    yield f"\n{advice(planned, found, without)}"
 
 
 if __name__ == "__main__":

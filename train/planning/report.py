@@ -16,10 +16,8 @@ from train.settings.settings import DTYPES
 from .search import (
     Planned,
     find_longest,
-    find_without_chunk,
     helping_options,
     possible_chunks,
-    recommend,
     savings,
     with_options,
 )
@@ -149,10 +147,8 @@ def table(planned: Planned, recommended: Planned) -> str:
     return "\n".join(lines)
 
 
-def advice(planned: Planned) -> str:
-    """Return the command that is recommended, with its memory and time."""
-    found = recommend(planned)
-    without = find_without_chunk(planned, found)
+def advice(planned: Planned, found: Planned | None, without: Planned | None) -> str:
+    """Return the command that is recommended, with its memory and time, by find_best's plans."""
     chosen = found or without
     if chosen is None:
         gpus = counted(planned.cluster.gpus, "GPU")
@@ -160,20 +156,13 @@ def advice(planned: Planned) -> str:
     gib = chosen.step.memory.total / GIB
     lines = [f"recommended ({gib:.1f} GiB, {chosen.seconds.total:.2f} s a step):", command(chosen)]
     if without is not None:
-        lines = [_compare_chunk(planned, found, without), *lines]
+        lines = [compare_chunk(planned, found, without), *lines]
     elif planned.config.chunk is None and chosen.config.chunk is None:
         lines = [*_explain_chunks(planned), *lines]
     return "\n".join(lines)
 
 
-def explain_chunk(planned: Planned) -> str | None:
-    """Return how much better a run is without its --chunk, or None if it is not."""
-    found = recommend(planned)
-    without = find_without_chunk(planned, found)
-    return None if without is None else _compare_chunk(planned, found, without)
-
-
-def _compare_chunk(planned: Planned, found: Planned | None, without: Planned) -> str:
+def compare_chunk(planned: Planned, found: Planned | None, without: Planned) -> str:
     """Return why the plan `without` chunks is better than `found`, the best one with --chunk."""
     given, better = f"--chunk {planned.config.chunk}", _show_step(without)
     worse = f"{given} does not fit" if found is None else f"with {given} {_show_step(found)}"

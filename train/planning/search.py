@@ -233,10 +233,11 @@ def recommend(planned: Planned) -> Planned | None:
     return _pick_faster(_find_fastest(planned, (None,)), _find_fastest(planned, chunks))
 
 
-def find_without_chunk(planned: Planned, found: Planned | None) -> Planned | None:
-    """Return the fastest plan without --chunk, or None if `found` is as fast or has none."""
+def find_best(planned: Planned) -> tuple[Planned | None, Planned | None]:
+    """Return `recommend`'s plan, and the fastest without the run's --chunk if that is faster."""
+    found = recommend(planned)
     other = None if planned.config.chunk is None else _find_fastest(planned, (None,))
-    return other if _pick_faster(found, other) is other else None
+    return found, other if _pick_faster(found, other) is other else None
 
 
 def _find_fastest(planned: Planned, chunks: Iterable[int | None]) -> Planned | None:
