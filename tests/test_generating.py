@@ -151,9 +151,18 @@ def test_rows_that_share_tokens_are_folded():
     assert whole.equal(expected)
     whole.sum().backward()
     assert values.grad.flatten().tolist() == [0, 1, 1, 0, 1, 0, 1, 0]
-    targets[2, 1] = 8  # the first row has 7
-    with pytest.raises(ValueError, match="fold: rows that share tokens have different labels"):
-        FoldedRows(tokens, targets, masks)
+    positions = torch.tensor([[0, 0, 1, 2, 3], [0, 1, 2, 0, 0], [3, 4, 5, 0, 1]])
+    assert FoldedRows(tokens, targets, masks, positions).targets.equal(rows.targets)
+    positions[0, 4] += 1
+    with pytest.raises(ValueError, match="fold counts positions in each document: expected posit"):
+        FoldedRows(tokens, targets, masks, positions)
+    for row, place, message in (
+        (2, 1, "fold: rows that share tokens have different labels"),  # the first row has 7
+        (0, 0, "fold: row 0 has a label behind padding, which no token predicts: expected -100"),
+    ):
+        wrong = targets.index_put((torch.tensor(row), torch.tensor(place)), torch.tensor(8))
+        with pytest.raises(ValueError, match=message):
+            FoldedRows(tokens, wrong, masks)
 
 
 def fold_on(rank: int) -> None:

@@ -101,13 +101,13 @@ class ForwardInputs:
                 "documents are named, but transformers does not keep documents of a "
                 f"{config.model_type} apart: pass one document a row"
             )
-        self.folded = self._fold(masks) if model._folds and self.fused else None
-        if self.folded is not None:
-            masks, seq_len = (self.folded.mask,), self.folded.mask.seq_len
         padding = self.arguments.get("attention_mask")
         if padding is not None:
             labels = self.arguments.get("labels")
             check_targets(padding.ne(0), labels, self.arguments.get("shift_labels"))
+        self.folded = self._fold(masks) if model._folds and self.fused else None
+        if self.folded is not None:
+            masks, seq_len = (self.folded.mask,), self.folded.mask.seq_len
         balanced = model._balanced or self.folded is not None
         layout = Balanced.name if balanced else sp.layout_of(seq_len)
         self.sequence = WholeSequence.local(masks, layout).resolve(sp)
@@ -173,7 +173,8 @@ class ForwardInputs:
         if "input_ids" not in self.arguments:
             raise ValueError("fold compares the tokens of rows: expected input_ids, got none")
         assert self.targets is not None, "fused heads have them"
-        return FoldedRows(self.arguments["input_ids"], self.targets, masks)
+        given = self.arguments["input_ids"], self.targets, masks
+        return FoldedRows(*given, self.arguments.get("position_ids"))
 
     def _find_positions(self, masks: tuple[Mask, ...]) -> Tensor:
         """Return positions (B, S) or (1, S)."""
