@@ -112,6 +112,9 @@ def sample(rank: int) -> None:
         assert sharded.config._attn_implementation == "eager"
         found = sharded.generate(ids, **ends)
         loss = sharded(ids, labels=ids).loss
+        for wrong in ({"mask": Mask.causal(ids.shape[1])}, {"label_smoothing": 0.1}):
+            with pytest.raises(ValueError, match=r"within plain a .*, which has no"):
+                sharded(ids, labels=ids, **wrong)
     assert found.equal(whole.generate(ids, **ends))
     torch.testing.assert_close(loss, whole(ids, labels=ids).loss)
     trainer.model = trainer.model_wrapped = sharded

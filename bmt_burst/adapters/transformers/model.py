@@ -91,6 +91,7 @@ class EnabledModel(Enabled):
         def forward(self: EnabledModel, *args: Any, **named: Any) -> Any:
             of_class = functools.partial(own_forward, self)
             if self._is_plain:
+                _refuse_in_plain(type(self).__name__, named)
                 set_by_package = self._fused if named.get("fused_lm_head") else self._forward
                 return (set_by_package or of_class)(*args, **named)
             inputs, part = self._prepare(of_class, args, named)
@@ -278,6 +279,16 @@ def _join_fused(out: Any, inputs: ForwardInputs) -> Any:
         count = mask.sum().clamp(min=1)
     loss = -fields["log_probs"].sum() / count
     return type(out)(loss=loss, **fields, label_mask=mask)
+
+
+def _refuse_in_plain(name: str, named: dict[str, Any]) -> None:
+    """Raise ValueError for arguments that a model's own forward would take and ignore."""
+    for given in ("mask", "label_smoothing"):
+        if named.get(given) not in (None, 0):
+            raise ValueError(
+                f"within plain a {name} computes as one of transformers', which has no {given}: "
+                "expected it outside of plain"
+            )
 
 
 def _new(own: type, base: type) -> nn.Module:
