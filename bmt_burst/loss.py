@@ -128,8 +128,8 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx: Any, hidden: Tensor, targets: Tensor, scale: float, *weights: Tensor
     ) -> tuple[Tensor, Tensor]:
         wide = accumulator_dtype(hidden.dtype)
-        found, entropies, lse = (hidden.new_zeros(len(targets), dtype=wide) for _ in range(3))
         with without_policies(), torch.autocast(hidden.device.type, enabled=False):
+            found, entropies, lse = (hidden.new_zeros(len(targets), dtype=wide) for _ in range(3))
             for rows, logits in _scaled_tiles(hidden, weights, scale):
                 has = targets[rows] != IGNORE_INDEX
                 lse[rows] = logits.logsumexp(1)
@@ -199,11 +199,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx: Any, hidden: Tensor, labels: Tensor, differentiate: bool, *weights: Tensor
     ) -> tuple[Tensor, Tensor]:
         wanted, _, _, *of_weights = (differentiate and x for x in ctx.needs_input_grad)
-        dhidden, dweights = _make_gradients(hidden, weights, wanted, of_weights)
         entries, is_wanted = sum(map(len, weights)), wanted or any(of_weights)
-        losses = hidden.new_empty(len(labels), dtype=accumulator_dtype(hidden.dtype))
         compute = find_passes(hidden).compute_losses
         with without_policies(), torch.autocast(hidden.device.type, enabled=False):
+            losses = hidden.new_empty(len(labels), dtype=accumulator_dtype(hidden.dtype))
+            dhidden, dweights = _make_gradients(hidden, weights, wanted, of_weights)
             for rows, logits, parts in _tiles(hidden, weights):
                 losses[rows] = compute(logits, entries, labels[rows], is_wanted)
                 _add_gradients(rows, parts, hidden, weights, dhidden, dweights)

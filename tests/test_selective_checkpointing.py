@@ -30,7 +30,7 @@ from bmt_burst import (
     simulate,
 )
 from bmt_burst.fused import torch_passes
-from bmt_burst.loss import cross_entropy_sum, linear_cross_entropy_sum
+from bmt_burst.loss import cross_entropy_sum, linear_cross_entropy_sum, token_logprobs
 from bmt_burst.nn import apply_rope, rope_tables
 from models.linears import add_gated_linear, add_linear, add_swiglu_linear, norm_linears
 from models.tiled import run_tiled
@@ -110,6 +110,10 @@ CASES: dict[str, tuple[int, list, Function]] = {
     "loss": (
         1, [(1, 20, 8), (7, 8), (4, 8)],
         lambda _, x, *weights: linear_cross_entropy_sum(x, weights, LABELS)[0],
+    ),
+    "logprobs": (
+        1, [(1, 20, 8), (11, 8)],
+        lambda _, x, w: torch.stack(token_logprobs(x, w, LABELS, entropies=True)),
     ),
     "cross entropy": (1, [(1, 20, 11)], lambda _, x: cross_entropy_sum(x, LABELS)[0]),
     "norm": (1, [BLOCK, (8,)], lambda _, x, weight: torch_passes.normalize(x, weight, 1e-5)[0]),
