@@ -495,8 +495,10 @@ def test_new_tokens_have_no_backward():
     """Gradients of weights would leave attention out."""
     model, tokens = build(DENSE), torch.zeros(1, 5, dtype=torch.int64)
     loss, _ = model(tokens, torch.arange(5), tokens, cache=Cache(None, 3, 9))
-    with pytest.raises(ValueError, match="a Cache have no backward: call backward on the loss"):
-        loss.backward()
+    x, sinks = torch.ones(1, 5, 2, 8), torch.zeros(2, requires_grad=True)
+    for out in (loss, Cache(None, 1, 9).attend(0, x, x, x, sinks=sinks).sum()):
+        with pytest.raises(ValueError, match="a Cache have no backward: call backward on the loss"):
+            out.backward()
 
 
 def test_wrong_arguments_are_refused():

@@ -175,8 +175,9 @@ class Cache(KeptPart):
 
         def compute() -> Tensor:
             out = self._extend(layer, kind, given, lambda memory, new: memory.attend(new, *given))
-            if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-                out = _WithoutBackward.apply(out, q, k, v)
+            inputs = [x for x in given if isinstance(x, Tensor)]
+            if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+                out = _WithoutBackward.apply(out, *inputs)
             return out
 
         return compute

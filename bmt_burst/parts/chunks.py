@@ -196,7 +196,8 @@ class Chunks:
             self._calls[layer] += 1
         if torch.is_grad_enabled():
             self._records = True
-            if any(x.requires_grad for x in (q, k, v)):
+            inputs = (x for x in (q, k, v, *tensors) if isinstance(x, Tensor))
+            if any(x.requires_grad for x in inputs):
                 self._needed.add(layer)
         return memory, Turn(
             number=chunk.number,
