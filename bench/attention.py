@@ -64,8 +64,8 @@ from bench.machine import GIB, Machine
 from bmt_burst import SequenceParallel, Transport, burst_attn_func, init_sequence_parallel
 from bmt_burst.scores import is_one_row
 from bmt_burst.transport import Arrival, Put
+from bmt_burst.transport.imagined import ImaginedRing
 from bmt_burst.transport.torch_dist import TorchTransport
-from train.planning.imagined import ImaginedRing
 
 _ROUNDS = 3
 

@@ -35,7 +35,7 @@ from bench.attention import describe, facts_of, inputs, step
 from bench.implementations import Attention, Case
 from bench.machine import Machine
 from bmt_burst import burst_attn_func, kernels
-from train.planning.imagined import ImaginedRing
+from bmt_burst.transport.imagined import ImaginedRing
 
 _ROUNDS, _CALLS = 9, 10
 

@@ -69,7 +69,7 @@ from bmt_burst import (
     lightning_attn_func,
 )
 from bmt_burst.nn import LightningAttention, rope_tables
-from train.planning.imagined import ImaginedRing
+from bmt_burst.transport.imagined import ImaginedRing
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 _ALONE = SequenceParallel(layout="contiguous")

@@ -40,7 +40,7 @@ from bench.implementations import IMPLEMENTATIONS, Case
 from bench.machine import Machine
 from bench.timeline import milliseconds, profiled
 from bmt_burst import SequenceParallel
-from train.planning.imagined import ImaginedRing
+from bmt_burst.transport.imagined import ImaginedRing
 
 
 def contestant(name: str, case: Case, rank: int, size: int, machine: Machine) -> Contestant:

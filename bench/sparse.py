@@ -56,7 +56,7 @@ from bench.implementations import Burst, Case
 from bench.machine import Machine
 from bmt_burst import InfLLMV2, Layout, SequenceParallel, init_sequence_parallel
 from bmt_burst.sparse import keep_choices
-from train.planning.imagined import ImaginedRing
+from bmt_burst.transport.imagined import ImaginedRing
 
 _SLOW_MS = 2000.0
 _AMPLITUDE = 8.0  # of queries: a head's scores of compressed keys differ by factors

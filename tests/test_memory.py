@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from bmt_burst import burst_attn_func, calls, kernels
 from bmt_burst.kernels import Kernel
 from bmt_burst.merging import parts as plain
-from train.planning.imagined import ImaginedRing
+from bmt_burst.transport.imagined import ImaginedRing
 
 GIB = 1 << 30
 

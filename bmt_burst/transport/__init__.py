@@ -5,6 +5,7 @@ bmtrain       BMTrain's NCCL communicators
 processes     the base of these two. GPUs of one host write to each other with copy engines
               (copy_engine, cuda_stream).
 simulator     ranks as threads of one process, for tests
+imagined      one rank without others, for measurements and plans
 Alone (here)  a ring of one rank, which never communicates
 
 Each has a messenger, which carries what ranks agree on between their hosts (messenger, sockets).
@@ -87,9 +88,11 @@ class Transport(ABC):
     All ranks must call its methods in the same order. Messages between a pair of ranks arrive in
     the order in which they were sent.
 
-    messenger  carries what the ranks agree on
-    begun      how many deliveries began, if they are counted
-    watch      ends this process if its GPU waits for a lost rank, if there is one
+    messenger    carries what the ranks agree on
+    begun        how many deliveries began, if they are counted
+    watch        ends this process if its GPU waits for a lost rank, if there is one
+    is_imagined  whether there are no other ranks (imagined.py)
+    side         the side that rings send, "q" or "kv", or None if plans choose it
     """
 
     rank: int
@@ -98,6 +101,8 @@ class Transport(ABC):
     device_types: frozenset[str] = frozenset({"cpu"})
     begun: int = 0
     watch: Watch | None = None
+    is_imagined: bool = False
+    side: str | None = None
 
     @property
     def held_bytes(self) -> int:

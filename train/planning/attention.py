@@ -17,9 +17,9 @@ from bmt_burst.sequence.layout import Chunked, count_chunks
 from bmt_burst.spec import Spec
 from bmt_burst.strategies import Problem, Sizes
 from bmt_burst.strategies.compute import Keys, QueryGradients
-from bmt_burst.transport import ALONE, Messages, Ticket
+from bmt_burst.transport import ALONE
+from bmt_burst.transport.imagined import ImaginedRing
 
-from .imagined import ImaginedRing
 from .ledger import META, Ledger
 
 # Bytes of sparse attention beyond dense, measured in bench/results/sparse-1-nvidia-h200.jsonl: a
@@ -50,15 +50,6 @@ class _Kernel(Fa4Kernel):
 
 def _rows(q: Tensor) -> Tensor:
     return q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
-
-
-class _Ring(ImaginedRing):
-    """An imagined ring of tensors without values, also between hosts."""
-
-    device_types = frozenset({"meta"})
-
-    def exchange(self, sends: Messages, recvs: Messages) -> Ticket:
-        return Ticket()
 
 
 @dataclass(frozen=True)
@@ -129,7 +120,7 @@ def _run_problem(shape: AttentionShape, problem: Problem) -> AttentionMemory:
     if shape.chunk is not None:  # sums that chunks keep, to which the backward adds
         wide = accumulator_dtype(shape.dtype)
         sums = torch.empty_like(k, dtype=wide), torch.empty_like(v, dtype=wide)
-    imagined = [ring for ring in rings.shared if isinstance(ring, _Ring)]
+    imagined = [ring for ring in rings.shared if isinstance(ring, ImaginedRing)]
     slots = [x for ring in imagined for lane in ring.slots.values() for x in lane]
     forward, backward = Ledger(), Ledger()
     forward.ignore(q, k, v, *slots)
@@ -153,8 +144,8 @@ def _reserve(shape: AttentionShape) -> Rings:
     tried. With more keys a chunk may send queries, and receive less than an earlier one.
     """
     double = shape.inner != shape.ranks
-    inner = _Ring(0, shape.inner) if shape.inner > 1 else ALONE
-    outer = _Ring(0, shape.ranks // shape.inner) if double else ALONE
+    inner = ImaginedRing(0, shape.inner) if shape.inner > 1 else ALONE
+    outer = ImaginedRing(0, shape.ranks // shape.inner) if double else ALONE
     rings = Rings(inner, outer, double)
     if shape.chunk is None:
         problems = [_make_problem(shape)]

@@ -48,7 +48,7 @@ from bmt_burst.transport import ALONE, Messages, Ticket
 from train.base.signals import die_with
 from train.engine.adamw import Update
 
-from .imagined import ImaginedRing
+from bmt_burst.transport.imagined import ImaginedRing
 
 _TOKENS = 1 << 12  # of a rank
 _MOST_TOKENS = 1 << 15  # of a rank, for long windows: many processes share a GPU's memory

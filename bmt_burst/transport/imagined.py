@@ -1,6 +1,7 @@
 """A rank with imagined peers, for measurements and plans.
 
     ring = ImaginedRing(rank=3, size=8)
+    burst_attn_func(q, k, v, causal=True, process_group=ring)
 
 computes and takes memory as a real rank does.
 """
@@ -13,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bmt_burst.transport import LANES, Arrivals, Delivery, Messages, Puts, Ticket, Transport
-from bmt_burst.transport.messenger import Messenger
+from . import LANES, Arrivals, Delivery, Messages, Puts, Ticket, Transport
+from .messenger import Messenger
 
 
 @dataclass
@@ -42,13 +43,16 @@ class ImaginedRing(Transport):
     have arrived at once with any content.
 
     As with copy engines, deliveries use slots that this rank keeps, `held_bytes`. All ranks must
-    own equally many tokens.
+    own equally many tokens, unless a Layout says how many.
+
+    side  the side that rings send, "q" or "kv", or None if plans choose it
     """
 
-    device_types = frozenset({"cpu", "cuda"})
+    device_types = frozenset({"cpu", "cuda", "meta"})
+    is_imagined = True
 
-    def __init__(self, rank: int, size: int):
-        self.rank, self.size, self.messenger = rank, size, _SameMessages(size)
+    def __init__(self, rank: int, size: int, side: str | None = None):
+        self.rank, self.size, self.messenger, self.side = rank, size, _SameMessages(size), side
         self.slots: dict[str, list[Tensor]] = {}
 
     @property
@@ -56,7 +60,7 @@ class ImaginedRing(Transport):
         return sum(slot.nbytes for slots in self.slots.values() for slot in slots)
 
     def exchange(self, sends: Messages, recvs: Messages) -> Ticket:
-        raise RuntimeError("imagined peers exchange nothing: expected deliveries of a single ring")
+        return Ticket()
 
     def reserve(self, lane_bytes: Mapping[str, int], device: torch.device) -> None:
         for lane, count in LANES.items():
