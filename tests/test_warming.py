@@ -1,7 +1,6 @@
 """Kernels that are compiled before the first step: which, and what the log says of them."""
 
 import dataclasses
-import json
 import os
 import random
 import subprocess
@@ -11,110 +10,110 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bmt_burst import InfLLMV2, SequenceParallel
+from bmt_burst import InfLLMV2, SequenceParallel, ahead, burst_attn_func
+from bmt_burst.blocks import far
 from bmt_burst.kernels import fa4
 from bmt_burst.kernels.fa4 import Fa4Kernel
-from models.config import PRESETS
+from bmt_burst.sparse import torch_choice
+from models.config import PRESETS, CPMConfig
 from tests.launcher import ROOT
 from tests.sparse import RELEASED
-from tests.test_model import SMALL
-from train.planning import rehearsal, warming
-from train.planning.rehearsal import Recorder, Rehearsal, make_calls, rehearse
+from train.planning import warming
+from train.planning.warming import Rehearsal, take_steps
 from train.settings.config import TrainConfig
 
-CPU = torch.device("cpu")
 TYPICAL = Rehearsal(
-    norms=[16],
-    gated=False,
-    lightning=None,
-    heads=2,
-    kv_heads=1,
-    head_size=8,
-    dtype="bfloat16",
-    flash="fa4",
-    deterministic=False,
-    strategy="auto",
+    model=CPMConfig(16, 16, 16, 1, num_heads=2, num_kv_heads=1, head_dim=8),
+    attention={"flash": "fa4", "deterministic": False, "strategy": "auto"},
+    dtype=torch.float32,
     layout="auto",
     seq_len=1 << 16,
     rows=1,
-    sp_size=2,
-    inner_size=2,
-    windows=[None],
-    sparse=None,
-    documents=True,
+    size=2,
+    inner=2,
     many_documents=False,
     chunks=1,
     engine="torch",
 )
+RING, USP, ULYSSES = (TYPICAL.attention | {"strategy": x} for x in ("ring", "usp", "ulysses"))
+OF_MODEL = {field.name for field in dataclasses.fields(CPMConfig)}
 SHORT_BLOCKS = InfLLMV2(**RELEASED | {"window_size": 512, "topk": 4, "dense_len": 1536})
 
 
 def changed(**changes):
-    return dataclasses.replace(TYPICAL, **changes)
+    of_model = {name: changes.pop(name) for name in OF_MODEL & {*changes}}
+    model = dataclasses.replace(TYPICAL.model, **of_model)
+    return dataclasses.replace(TYPICAL, model=model, **changes)
+
+
+def fake_kernel(setattr):
+    """Let FlashAttention-4 accept tensors of a CPU, which it does not compute."""
+    setattr(Fa4Kernel, "refuses", lambda *_: None)
+    setattr(Fa4Kernel, "broken", lambda *_: None)
 
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
-    monkeypatch.setattr(rehearsal, "_TOKENS", 2048)
+    fake_kernel(monkeypatch.setattr)
+    monkeypatch.setattr(warming, "_TOKENS", 2048)
 
 
-def rehearsed(facts, device=CPU):
-    """The variants of the calls of a rehearsal, without far blocks, for which CPUs take long."""
-    kernel = Recorder(Fa4Kernel())
-    for plan, problem, rank in facts.plans(kernel):
-        make_calls(getattr(plan, "near", plan), problem, rank, device)
-    return kernel.jobs.keys()
+def note(run):
+    """The kernels of a rehearsal, and what compiles them."""
+    found = {}
+    torch.set_num_threads(1)
+    for arguments in run.arguments():
+        with ahead.note_kernels(run.seq_len) as noted:
+            take_steps(*arguments)
+        found |= noted
+    return found
 
 
-def bands(facts):
+def bands(run):
     """The rehearsed forwards: the edges of the band, whether packed, and whether many."""
     edges = {(0, 0): "full", (0, 1): "causal", (1, 0): "left", (1, 1): "both"}
     return {
         f"{'packed' * packed or 'dense'} {edges[left, right]}{' many' * many}"
-        for way, _, (left, right, _, packed, many) in rehearsed(facts)
-        if way == "_call_forward"
+        for way, _, (left, right, _, packed, many) in note(run)
+        if way == "forward"
     }
 
 
 def test_the_kernels_of_typical_runs():
-    alone = {"sp_size": 1, "inner_size": 1, "documents": False}
+    alone = {"size": 1, "inner": 1, "many_documents": None}
     assert bands(changed(**alone)) == {"dense causal"}
-    assert bands(changed(documents=False)) == {"dense causal", "dense full"}
+    assert bands(changed(many_documents=None)) == {"dense causal", "dense full"}
     documents = {"dense causal", "dense full", "packed causal", "packed full"}
     assert bands(TYPICAL) == documents
     assert bands(changed(many_documents=True)) == documents | {"packed causal many"}
-    windowed = bands(changed(windows=[1024]))
+    windowed = bands(changed(window=1024))
     assert {"packed both", "dense left"} <= windowed
 
 
-class Noting(Fa4Kernel):
-    """FlashAttention-4, which notes the calls that it gets."""
-
-    def __init__(self):
-        self.noted = set()
+def test_each_variant_is_compiled_by_such_a_call(monkeypatch):
+    jobs = note(changed(num_heads=4, num_kv_heads=4, attention=ULYSSES))
+    jobs |= note(changed(window=700, rows=2))
+    assert {way for way, *_ in jobs} == {"forward", "backward", "by delta"}
+    computed = set()
 
     def forward(self, q, k, v, call, spec):
-        self.note("_call_forward", q, k, v, call)
+        add("forward", self, q, k, v, call)
 
     def backward(self, dout, q, k, v, out, lse, delta, call, spec):
         assert (out is None) != (delta is None)
         assert lse.shape == (len(q), q.shape[2], q.shape[1])
-        self.note("_call_backward_by_delta" if out is None else "_call_backward", q, k, v, call)
+        add("by delta" if out is None else "backward", self, q, k, v, call)
 
-    def note(self, way, q, k, v, call):
+    def add(way, kernel, q, k, v, call):
         assert (q.shape[1], k.shape[1]) == (call.q_tokens, call.kv_tokens)
         assert k.shape == v.shape
-        self.noted.add((way, q.shape[2] // k.shape[2], self.variant(call, len(q))))
+        computed.add((way, q.shape[2] // k.shape[2], kernel.variant(call, len(q))))
 
-
-def test_each_variant_is_compiled_by_such_a_call():
-    kernel = Recorder(Noting())
-    rehearse(changed(heads=4, kv_heads=4, strategy="ulysses"), kernel, CPU)
-    rehearse(changed(windows=[700], rows=2), kernel, CPU)
-    assert {way for way, *_ in kernel.jobs} > {"_call_backward", "_call_backward_by_delta"}
-    for job in kernel.jobs.values():
+    monkeypatch.setattr(Fa4Kernel, "forward", forward)
+    monkeypatch.setattr(Fa4Kernel, "backward", backward)
+    for job in jobs.values():
         job()
-    assert kernel.kernel.noted == kernel.jobs.keys()
+    assert computed == jobs.keys()
 
 
 def random_ends(chance, tokens):
@@ -124,54 +123,50 @@ def random_ends(chance, tokens):
     return ends
 
 
+def skip_far(monkeypatch):
+    """Leave out the choice of blocks and the far ones, for which CPUs take long."""
+
+    def choose(q, choosers, keys, sparse, scale):
+        count = len(choosers.tokens), keys.scored.shape[1], sparse.most_blocks
+        return torch.arange(sparse.most_blocks, dtype=torch.int32).expand(count).clone()
+
+    monkeypatch.setattr(torch_choice, "choose_by_score", choose)
+    monkeypatch.setattr(far, "add_far_outputs", lambda *_: None)
+    monkeypatch.setattr(far, "add_far_gradients", lambda *_: None)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
         {},
-        {"sp_size": 3, "inner_size": 3},
-        {"sp_size": 4, "inner_size": 2},
-        {"strategy": "usp", "sp_size": 4, "inner_size": 2, "heads": 4, "kv_heads": 2},
-        {"windows": [None, 700]},
-        {"sparse": SHORT_BLOCKS.to_dict()},
+        {"size": 3, "inner": 3},
+        {"size": 4, "inner": 2},
+        {"size": 4, "inner": 2, "num_heads": 4, "num_kv_heads": 2, "attention": USP},
+        {"window": 700, "window_pattern": "wf", "num_layers": 2},
+        {"sparse": SHORT_BLOCKS},
         {"rows": 2, "seq_len": 1 << 12},
-        {"chunks": 7},
-        {"chunks": 2, "windows": [700], "rows": 2, "seq_len": 1 << 12},
-        {"chunks": 5, "sparse": SHORT_BLOCKS.to_dict()},
-        {"chunks": 4, "sp_size": 4, "inner_size": 2, "documents": False},
-        {"chunks": 3, "seq_len": 50},
-        {"chunks": 7, "heads": 8},
+        {"chunks": 2, "window": 700, "rows": 2, "seq_len": 1 << 12, "attention": RING},
+        {"chunks": 5, "sparse": SHORT_BLOCKS, "attention": RING},
+        {"chunks": 4, "size": 4, "inner": 2, "many_documents": None},
+        {"chunks": 3, "seq_len": 50, "attention": RING},
+        {"chunks": 7, "num_heads": 8, "attention": RING},
     ],
     ids=str,
 )
 def test_masks_of_a_run_need_no_other_kernels(changes, monkeypatch):
     """Nor do any ranks. So no later step compiles."""
-    facts, chance = changed(**{"seq_len": 1 << 14} | changes), random.Random(1)
-    known = rehearsed(facts)
-    examples = [random_ends(chance, facts.seq_len) for _ in range(50 // len(facts.windows))]
-    monkeypatch.setattr(Rehearsal, "tokens", facts.seq_len)
-    monkeypatch.setattr(rehearsal, "_CHUNKS", facts.chunks)
-    monkeypatch.setattr(Rehearsal, "rank_sample", lambda self: [chance.randrange(facts.sp_size)])
-    monkeypatch.setattr(Rehearsal, "examples", lambda self: iter(examples))
-    assert rehearsed(facts) <= known
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"chunks": 32, "seq_len": 1 << 20, "sparse": InfLLMV2().to_dict()},
-        {"sp_size": 8, "inner_size": 8, "sparse": InfLLMV2().to_dict()},
-        {"sp_size": 8, "inner_size": 8, "windows": [None, 4096]},
-    ],
-    ids=str,
-)
-def test_long_sequences_need_no_other_kernels(changes, monkeypatch):
-    """Their ranks have ranges that are longer than a window."""
-    facts = changed(**{"documents": False, "seq_len": 1 << 19} | changes)
-    meta = torch.device("meta")
-    known = rehearsed(facts, meta)
-    monkeypatch.setattr(Rehearsal, "tokens", facts.seq_len)
-    monkeypatch.setattr(rehearsal, "_CHUNKS", facts.chunks)
-    assert rehearsed(facts, meta) <= known
+    skip_far(monkeypatch)
+    run, chance = changed(**{"seq_len": 1 << 14} | changes), random.Random(1)
+    known = note(run).keys()
+    examples = [random_ends(chance, run.seq_len) for _ in range(8)]
+    monkeypatch.setattr(Rehearsal, "tokens", run.seq_len - run.seq_len % (run.size * run.chunks))
+    monkeypatch.setattr(warming, "_CHUNKS", run.chunks)
+    if run.many_documents is not None:
+        monkeypatch.setattr(Rehearsal, "examples", lambda self: examples)
+    for rank in chance.sample(range(run.size), 2):
+        with ahead.note_kernels(run.seq_len) as noted:
+            take_steps(run, rank, run.attention["strategy"], None)
+        assert noted.keys() <= known
 
 
 def test_triton_kernels_are_found_and_compiled_without_a_launch(tmp_path):
@@ -197,14 +192,7 @@ def test_the_keys_of_all_kernels_are_settled():
     found = {f.relative_to(ROOT) for f in files if "@triton.jit" in f.read_text()}
     found = {".".join(f.with_suffix("").parts) for f in found if "bias" not in f.parts}
     inner = {"bmt_burst.kernels.triton_memory"}  # functions of kernels
-    assert set(rehearsal.KERNELS) == found - inner
-
-
-def test_a_process_ends_with_its_run():
-    """Here the run has ended before."""
-    command = [sys.executable, "-m", "train.planning.rehearsal", "{}", "0", "1", "1"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert (done.returncode, done.stderr) == (1, "the process that started this one is gone\n")
+    assert {*ahead.KERNELS, warming.UPDATES} == found - inner
 
 
 class FakeData(SimpleNamespace):
@@ -213,78 +201,104 @@ class FakeData(SimpleNamespace):
     documents = False
 
 
-def test_the_passes_of_a_model_are_rehearsed():
-    def facts_of(model):
-        config = TrainConfig(model=model, flash="fa4")
-        found = warming.make_rehearsal(config, PRESETS[model], FakeData(), SequenceParallel(), 1)
-        return found.norms, found.gated, found.lightning
-
-    assert facts_of("minicpm-sala") == ([4096, 128], True, "auto")
-    assert facts_of("sala-tiny") == ([128, 32], True, "auto")
-    assert facts_of("qwen3-0.6b") == ([1024, 128], False, None)
-    assert facts_of("minicpm4-8b") == ([4096], False, None)
-
-
-def start(monkeypatch, folder, code):
-    """Start to compile as on a GPU, with processes that run `code`."""
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (3 << 30, 0))
-    monkeypatch.setattr(Rehearsal, "pick_kernel", lambda *_: Fa4Kernel())
-    monkeypatch.setattr(fa4, "cache_folder", lambda: folder / "fa4")
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(folder / "triton"))
-    popen = subprocess.Popen
-
-    def run(command, **options):
-        facts = json.loads(command[4])
-        assert (facts["dtype"], facts["chunks"]) == ("float32", 3)
-        assert command[1:4] == ["-P", "-m", "train.planning.rehearsal"]
-        assert int(command[5]) < int(command[6]) <= 2, "memory has room for two"
-        assert int(command[7]) == os.getpid()
-        return popen([sys.executable, "-c", code], **options)
-
-    inputs, gpu = SimpleNamespace(model=SMALL, training=FakeData()), torch.device("cuda", 0)
-    with monkeypatch.context() as patch:
-        patch.setattr(subprocess, "Popen", run)
-        config = TrainConfig(seq_len=500, chunk=200)
-        return warming.start_warming(config, inputs, SequenceParallel(), 1, gpu)
-
-
+CPU = torch.device("cpu")
 WATCHDOG = SimpleNamespace(alive=lambda doing: None, timeout=1800.0)
 
 
-def test_the_log_says_what_was_compiled_and_what_was_found(monkeypatch, tmp_path):
-    [line] = start(monkeypatch, tmp_path, "print('a warning'); print(14)").finish(WATCHDOG)
-    assert line.startswith("compiled 14 kernels in ")
-    assert line.endswith(f"; kept in {tmp_path}/triton and {tmp_path}/fa4")
-    found = start(monkeypatch, tmp_path, "raise SystemExit('not again')")
-    assert not found.processes, "nothing is left to compile"
-    places = f"{tmp_path}/triton and {tmp_path}/fa4"
-    assert found.finish(WATCHDOG) == [f"found 14 compiled kernels in {places}"]
-    [mark] = (tmp_path / "fa4").iterdir()
+def inputs_of(model):
+    return SimpleNamespace(model=PRESETS[model], training=FakeData())
+
+
+@pytest.mark.parametrize(
+    ("name", "layers"), [("minicpm-sala", 2), ("qwen3-0.6b", 1), ("minicpm4-8b", 1)]
+)
+def test_a_model_with_a_layer_of_each_kind_is_rehearsed(name, layers):
+    config, inputs = TrainConfig(model=name, seq_len=500, chunk=200), inputs_of(name)
+    run = warming.find_facts(config, inputs, SequenceParallel(), 1, CPU)
+    assert (run.dtype, run.chunks, run.many_documents) == (torch.float32, 3, None)
+    small, model = run.small, PRESETS[name]
+    assert {*small.mixer_of_layers} == {*model.mixer_of_layers} and small.num_layers == layers
+    for fact in ("hidden_size", "head_dim", "num_kv_heads", "qk_norm", "attention_gate"):
+        assert getattr(small, fact) == getattr(model, fact)
+
+
+def test_each_window_and_rotary_layer_is_rehearsed_once():
+    patterns = {"window_pattern": "wwwf", "rotary_pattern": "rrrn"}
+    small = changed(num_layers=8, window=9, **patterns).small
+    assert (small.windows, small.rotary_layers) == ((9, None), (True, False))
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The folder of kernels, as if there were a GPU with memory for one process."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2 << 30, 0))
+    monkeypatch.setattr(ahead, "installed", lambda module: True)
+    monkeypatch.setattr(fa4, "cache_folder", lambda: tmp_path / "fa4")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    return tmp_path
+
+
+def call_once(place):
+    """Steps that call FlashAttention-4 once. What compiles the call notes it in a file."""
+
+    def compute(q, *_, **options):
+        with open(place, "a") as file:
+            file.write(f"{tuple(q.shape)}\n")
+        return q, q.new_zeros(q.shape[0], q.shape[2], q.shape[1])
+
+    if place is None:
+        raise RuntimeError("out of memory")
+    fa4.functions = lambda: (compute, compute)
+    fake_kernel(setattr)
+    q = torch.zeros(1, 300, 2, 64, dtype=torch.bfloat16)
+    burst_attn_func(
+        q, q, q, causal=True, flash="fa4", process_group=ahead.imagine_ranks(0, 1).process_group
+    )
+
+
+def compile_calls(*places):
+    counts = [*ahead.compile_kernels(call_once, [(place,) for place in places], 300)]
+    return counts[-1], len(counts)
+
+
+def test_kernels_are_compiled_once(folder):
+    place = str(folder / "calls")
+    assert compile_calls(place, place)[0] == 1
+    assert (folder / "calls").read_text() == "(1, 300, 2, 64)\n", "the noted call launched nothing"
+    assert compile_calls(place, place) == (1, 1), "marks say that it is on disk"
+    [mark] = (folder / "fa4").iterdir()
     mark.unlink()  # as where the kernels were removed
-    assert start(monkeypatch, tmp_path, "print(14)").processes
+    assert compile_calls(place, place)[1] > 1
+    with pytest.raises(RuntimeError, match="out of memory"):
+        compile_calls(None)
+    (folder / "file").touch()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(folder / "file" / "triton"))
+        with pytest.raises(NotADirectoryError):
+            compile_calls(place)
 
 
-def test_a_run_goes_on_without_compiled_kernels(monkeypatch, tmp_path):
+def test_the_log_says_what_was_compiled_and_a_run_goes_on_without(folder, monkeypatch):
+    def start(compile_kernels, timeout=1800.0):
+        monkeypatch.setattr(warming, "compile_kernels", compile_kernels)
+        config, watchdog = TrainConfig(), SimpleNamespace(alive=WATCHDOG.alive, timeout=timeout)
+        given = config, inputs_of("cpm-tiny"), SequenceParallel(), 1
+        return warming.warm(*given, torch.device("cuda", 0), watchdog)
+
+    def fail(*_):
+        raise ValueError("no GPU")
+
+    monkeypatch.setattr(warming, "choose_engine", lambda *_: "torch")
+    [line] = start(lambda *_: iter((3, 14)))
+    assert line.startswith("compiled 14 kernels in ")
+    assert line.endswith(f"; kept in {folder}/triton and {folder}/fa4")
     later = "kernels will be compiled in the steps that first need them: "
-    failed = start(monkeypatch, tmp_path, "raise SystemExit('out of memory')")
-    assert failed.finish(WATCHDOG) == [f"{later}out of memory"]
-    monkeypatch.setattr(warming, "_MOST_SECONDS", 0.1)
-    slow = start(monkeypatch, tmp_path, "import time; time.sleep(60)")
-    assert slow.finish(WATCHDOG) == [f"{later}exit code -9"]
-    full = start(monkeypatch, tmp_path, "print(14)")
-    full.marks = [tmp_path / "missing" / "mark"]
-    monkeypatch.setattr(warming, "_MOST_SECONDS", 60)
-    [line] = full.finish(WATCHDOG)
-    assert line.startswith(f"{later}[Errno 2]")
-    file = tmp_path / "file"
-    file.touch()
-    [line] = start(monkeypatch, file, "print(14)").finish(WATCHDOG)
-    assert line.startswith(later)
-    assert f"Not a directory: '{file}/triton'" in line
+    assert start(fail) == [f"{later}no GPU"]
+    [line] = start(lambda *_: iter((3, 14)), timeout=0.0)
+    assert line.startswith(f"{later}3 kernels took more than")
 
 
 def test_nothing_is_compiled_on_cpus():
-    inputs = SimpleNamespace(model=SMALL, training=FakeData())
-    started = warming.start_warming(TrainConfig(), inputs, SequenceParallel(), 1, CPU)
-    assert started.finish(WATCHDOG) == []
+    given = TrainConfig(), inputs_of("cpm-tiny"), SequenceParallel(), 1
+    assert warming.warm(*given, CPU, WATCHDOG) == []

@@ -4,19 +4,22 @@ test_warming.py. It prints the names of the kernels. No mask may need another on
 
 from __future__ import annotations
 
+import json
 import random
+import sys
 
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from bmt_burst import Layout, Mask, alibi_slopes, lightning_attn_func, simulate
-from bmt_burst.kernels.fa4 import Fa4Kernel
+from bmt_burst import ahead
+from bmt_burst.base.registry import Registry
+from bmt_burst.fused import torch_passes, triton_passes
 from bmt_burst.lightning import kernels as lightning_kernels
-from bmt_burst.merging import fused, merge
-from bmt_burst.transport import Transport
-from tests.test_warming import CPU, changed, random_ends
-from train.planning import rehearsal
+from models.config import LIGHTNING
+from tests.test_warming import changed, fake_kernel, note, random_ends
+from train.planning import warming
+from train.planning.warming import Rehearsal
 
 
 class Driver:
@@ -32,39 +35,33 @@ class Driver:
         return 0
 
 
-def pass_states(facts: rehearsal.Rehearsal, ring: Transport, ends: list[int]) -> None:
-    """Compute a rank's lightning attention, with its backward, of documents that end there."""
-    layout = Layout.zigzag(facts.seq_len, facts.sp_size)
-    shape = 1, layout.length(ring.rank), facts.heads, facts.head_size
-    q, k, v = (torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-    options = {"mask": Mask.documents(ends), "layout": layout, "process_group": ring}
-    lightning_attn_func(q, k, v, alibi_slopes(facts.heads), **options).sum().backward()
-
-
 if __name__ == "__main__":
     driver.set_active(Driver())
-    merge._MODULES.find = lambda x: fused
-    rehearsal._TOKENS = 1024
-    rehearsal.Rehearsal.pick_kernel = lambda *_: Fa4Kernel()
+    fake_kernel(setattr)
+    torch.set_num_threads(1)
+    Registry.find = lambda self, x: self.load("triton")
+    for module in [x for x in sys.modules.values() if hasattr(x, "find_passes")]:
+        module.find_passes = lambda x: triton_passes
+    torch_passes.rotate = triton_passes.rotate
+    triton_passes.count_processors = lambda device, **_: 132
     lightning_kernels.pick = lambda *_: "triton"
-    whole = changed(
-        head_size=16, sp_size=4, inner_size=4, seq_len=1 << 13, lightning="auto", gated=True
-    )
-    runs = [whole, changed(head_size=16, sp_size=4, inner_size=4, seq_len=1 << 13, chunks=3)]
-    found = [rehearsal.find_jobs(facts, CPU) for facts in runs]
-    launched = [[job for job in jobs if job.func is rehearsal._compile] for jobs in found]
-    print(*{job.args[0].__name__ for jobs in launched for job in jobs})
+    torch.cuda.device_of = lambda x: torch.no_grad()  # any context
+    warming._TOKENS = 1024
+    of_model = {"head_dim": 16, "num_layers": 2, "attention_gate": True}
+    mixers = {"mixers": ("attention", LIGHTNING)}
+    shape = {"size": 2, "inner": 2, "seq_len": 1 << 12}
+    runs = [changed(**of_model, **mixers, **shape), changed(**of_model, **shape, chunks=3)]
+    found = [note(run) for run in runs]
+    compiled = [{key for key in jobs if isinstance(key, str)} for jobs in found]
+    print(*{json.loads(key)["name"].rpartition(".")[2] for keys in compiled for key in keys})
 
     chance = random.Random(2)
-    examples = [random_ends(chance, whole.seq_len) for _ in range(12)]
-    rehearsal.Rehearsal.tokens, rehearsal.Rehearsal.examples = whole.seq_len, lambda _: examples
-    for facts, jobs in zip(runs, launched, strict=True):
-        needed = {}
-        with rehearsal._noting_launches(needed):
-            rehearsal.rehearse(facts, rehearsal.Recorder(Fa4Kernel()), CPU)
-            for ends in examples if facts.lightning else ():
-                simulate(facts.sp_size, lambda ring, ends=ends: pass_states(whole, ring, ends))
-        missing = needed.keys() - {job.args[1] for job in jobs}
+    examples = [random_ends(chance, runs[0].seq_len) for _ in range(3)]
+    Rehearsal.tokens, Rehearsal.examples = runs[0].seq_len, lambda _: examples
+    for run, keys in zip(runs, compiled, strict=True):
+        missing = {key for key in note(run) if isinstance(key, str)} - keys
         assert not missing, missing
-    kernel, data = launched[0][0].args  # only a GPU's driver makes what launches it
-    assert kernel.preload(data).asm["cubin"]
+    # only a GPU's driver makes what launches it
+    job = next(job for key, job in found[0].items() if "_merge_outputs" in key)
+    module, name, data = job.args
+    assert getattr(ahead.importlib.import_module(module), name).preload(data).asm["cubin"]

@@ -154,6 +154,7 @@ class Request:
         Raises ValueError if they do not fit the mask and the layout, or the strategy refuses.
         """
         mask, layout, kv_layout = self.rows.place(tokens, keys)
+        side = rings.inner.side
         problem = Problem(
             mask=mask,
             layout=layout,
@@ -163,7 +164,8 @@ class Request:
             sizes=self.sizes,
             inner=rings.inner.size,
             outer=rings.outer.size,
-            backward=self.kind.backward,
+            forward=side or "auto",
+            backward=side or self.kind.backward,
             group_bytes=self.kind.group_bytes,
         )
         strategy = _find_strategy(self.kind.strategy, self.device.type)
@@ -178,8 +180,11 @@ class Request:
 
     def plan(self, rings: Rings, everyone: Sequence[Mapping[str, Any]]) -> Plan:
         """Return the plan that follows from the own terms of all ranks, with memory for it."""
+        tokens, keys = ([own[name] for own in everyone] for name in _OWN)
+        if rings.inner.is_imagined and isinstance(self.rows.layout, Layout):
+            tokens, keys = _count_tokens(self.rows)
         with known_to_all():
-            plan = self.make_plan(rings, *([own[name] for own in everyone] for name in _OWN))
+            plan = self.make_plan(rings, tokens, keys)
         plan.reserve(rings, self.device, with_backward=self.needs_gradient)
         return plan
 

@@ -11,7 +11,7 @@ import importlib.util
 import itertools
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -71,12 +71,6 @@ class Kernel(ABC):
     def partial_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of out, dq, dk and dv for inputs of `dtype`, at least as precise."""
         return dtype
-
-    def variant(self, call: KernelCall, batch: int) -> Hashable:
-        """Return the facts of a call, besides dtypes and numbers of heads, for which this kernel
-        is compiled again at run time. Triton reports itself what it compiles.
-        """
-        return None
 
     @abstractmethod
     def forward(

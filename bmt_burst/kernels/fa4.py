@@ -76,6 +76,9 @@ class Fa4Kernel(Kernel):
         return import_failure("flash-attn-4", functions)
 
     def variant(self, call: KernelCall, batch: int) -> tuple[bool, ...]:
+        """Return the facts of a call, besides dtypes and numbers of heads, for which the package
+        compiles a kernel again.
+        """
         left, right = effective_band(call)
         band = left is not None, right is not None, left is None and right == 0
         if _is_dense(call):

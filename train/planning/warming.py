@@ -1,129 +1,216 @@
 """Compilation of the kernels of a run before its first step.
 
-Processes begin once the run has opened its data, and end before it builds the model. Each compiles
-a share of the kernels onto disk (train/planning/rehearsal.py), where all ranks of the host find
-them. A process has a share because FlashAttention-4 compiles in Python, one kernel after the other.
+Other processes take short steps of a model with the run's kinds of layers, with masks of all kinds:
+one document, many, and documents that are cut at any place. They launch nothing, and their peers
+are imagined. `bmt_burst.ahead` compiles the kernels that these steps need. All of this ends before
+the run builds its model.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
+import itertools
 import os
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from importlib import metadata
-from pathlib import Path
-from typing import IO, NamedTuple
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import bmt_burst
 from bmt_burst import SequenceParallel
-from bmt_burst.kernels import fa4
-from bmt_burst.ranks.rings import make_rings
-from bmt_burst.sequence.layout import count_chunks
-from bmt_burst.transport.bmtrain import initialized_bmtrain
+from bmt_burst.ahead import (
+    compile_kernels,
+    find_folders,
+    imagine_ranks,
+    sample_documents,
+    settle_keys,
+)
+from bmt_burst.nn import BurstAttention
 from models.config import CPMConfig
-from models.mixers import find_lightning_flash
+from models.cpm import CPM
 from train.base import ranks
 from train.base.wording import counted
+from train.data.batches import Batches
+from train.data.folder import Row
 from train.data.mixture import parts
 from train.data.source import Source, Stored
+from train.engine.adamw import Update
 from train.loop.inputs import Inputs
+from train.run.distributed import choose_engine
 from train.run.watchdog import Watchdog
 from train.settings.config import TrainConfig
 from train.settings.settings import DTYPES
 
-from . import rehearsal as rehearsing
-from .rehearsal import Rehearsal
-
-_ROOT = Path(__file__).resolve().parents[2]
-_MOST_PROCESSES = 16
-_GIB_OF_PROCESS = 1.5  # of a GPU's memory that is free, at least
-_MOST_SECONDS = 120.0
-_PACKAGES = "torch", "triton", "flash-attn-4", "nvidia-cutlass-dsl"
-_SAMPLED_ROWS = 16  # of a source, whose documents are counted
-_POLL_SECONDS = 0.05
+UPDATES = "train.engine.triton_adamw"
+_MODULES = (  # the kernels of steps depend on their code
+    UPDATES,
+    "train.planning.warming",
+    "train.data.batches",
+    *(f"models.{name}" for name in ("cpm", "mixers", "linears", "blocks")),
+)
 _NOT_COMPILED = "kernels will be compiled in the steps that first need them"
+_MOST_SECONDS = 120.0
+_SAMPLED_ROWS = 16  # of a source, whose documents are counted
 _MANY_DOCUMENTS = 64  # of the rows of a rank, from which on a call may have hundreds of sequences
+_TOKENS = 1 << 12  # of a rank
+_MOST_TOKENS = 1 << 15  # of a rank, for long windows
+_FEW_TOKENS = 1 << 13  # of a rank, for which "auto" may take one-call as well as the ring
+_CHUNKS = 3  # of a sequence of the rehearsal, at most
 
 
-class Outcome(NamedTuple):
-    """A rank's line for the log about its host's kernels, and whether it reports a failure."""
+@dataclass(frozen=True)
+class Rehearsal:
+    """The facts of a run that its kernels depend on.
 
-    line: str = ""
-    failed: bool = False
-
-
-_NOTHING = Outcome()
-
-
-@dataclass
-class Warming:
-    """The compilation of the kernels that the ranks of this host need.
-
-    processes  those that compile, each with the file that it writes to
-    marks      files next to the kernels. They have the number of kernels once all are there
-    outcome    the outcome, if no process compiles
+    attention       options of burst_attn_func
+    layout          of TrainConfig, so it may be "auto"
+    rows            the sequences that a rank computes at once
+    inner           the ranks of a host, or of a group that shares heads
+    many_documents  whether a call may have hundreds of documents, None if they are not kept apart
+    chunks          the chunks in which a sequence is computed, 1 if it is computed as a whole
     """
 
-    outcome: Outcome = _NOTHING
-    processes: Sequence[tuple[subprocess.Popen[str], IO[str]]] = ()
-    marks: Sequence[Path] = ()
-    began: float = field(default_factory=time.monotonic)
+    model: CPMConfig
+    attention: dict[str, Any]
+    dtype: torch.dtype
+    layout: str
+    seq_len: int
+    rows: int
+    size: int
+    inner: int
+    many_documents: bool | None
+    chunks: int
+    engine: str
 
-    def finish(self, watchdog: Watchdog) -> list[str]:
-        """Wait until the kernels of all ranks are on disk. Return lines for the log. Every rank
-        must call it.
+    @property
+    def longest(self) -> int:
+        """The tokens of a document in which queries choose blocks. 0 without sparse attention."""
+        sparse = self.model.infllm
+        return sparse.exact_tokens + sparse.block_size if sparse else 0
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of a sequence of the rehearsal. All ranks have equally many."""
+        ranges = 2 * self.size * self.count  # zigzag has two in a shard
+        sparse, most = self.model.infllm, _MOST_TOKENS * self.size
+        bands = [self.model.window or 0, sparse.window_size if sparse else 0]
+        # as in the run, a window may end inside of a range
+        least = [max(2 * band, min(ranges * band * 3 // 2, most)) for band in bands]
+        tokens = min(self.seq_len, max(_TOKENS * self.size, *least, self.longest * 5 // 2))
+        return -(-tokens // ranges) * ranges
+
+    @property
+    def small(self) -> CPMConfig:
+        """A model with one layer of each kind. Attention is sparse from the shortest document on in
+        which queries choose blocks, and the whole sequence decides for its chunks.
         """
-        outcome = self._wait(watchdog) if self.processes else self.outcome
-        outcomes = ranks.gather(outcome)
-        shown = [each for n, each in enumerate(outcomes) if each.line and (each.failed or not n)]
-        return list(dict.fromkeys(each.line for each in shown))
-
-    def _wait(self, watchdog: Watchdog) -> Outcome:
-        """Wait for the processes. Leave marks if all of them succeeded."""
-        ranks.say(f"compiling kernels by {counted(len(self.processes), 'process', 'processes')}")
-        while any(process.poll() is None for process, _ in self.processes):
-            watchdog.alive("compiling kernels")
-            # the other ranks wait without a sign of life
-            if time.monotonic() - self.began > min(_MOST_SECONDS, watchdog.timeout / 2):
-                break
-            time.sleep(_POLL_SECONDS)
-        now = time.monotonic()
-        ends = [_end(process, output) for process, output in self.processes]
-        if failures := [text for code, text in ends if code]:
-            return Outcome(f"{_NOT_COMPILED}: {failures[0]}", failed=True)
-        count = int(ends[0][1])
-        try:
-            for mark in self.marks:
-                mark.write_text(f"{count}\n")
-        except OSError as error:  # a full disk
-            return Outcome(f"{_NOT_COMPILED}: {error}", failed=True)
-        return Outcome(
-            f"compiled {counted(count, 'kernel')} in {now - self.began:.1f} s; kept in "
-            f"{_places(self.marks)}"
+        model, sparse = self.model, self.model.sparse
+        kinds = zip(model.mixer_of_layers, model.windows, model.rotary_layers, strict=True)
+        mixers, windows, rotary = zip(*dict.fromkeys(kinds), strict=True)
+        if found := model.infllm:
+            dense_len = min(found.dense_len, self.longest) if self.chunks == 1 else -1
+            sparse = dataclasses.replace(found, dense_len=dense_len)
+        return dataclasses.replace(
+            model,
+            vocab_size=64,
+            intermediate_size=64,
+            num_layers=len(mixers),
+            rope_scaling=None,
+            mixers=mixers if model.mixers else None,
+            window_pattern="".join("fw"[window == model.window] for window in windows),
+            rotary_pattern="".join("rn"[model.attention_rotary and not x] for x in rotary),
+            sparse=sparse,
+            family=None,
         )
 
+    def arguments(self) -> list[tuple[Any, ...]]:
+        """Return the arguments of `take_steps`: some ranks with each strategy, and the sides that
+        they may send.
+        """
+        sample = sorted({0, 1 % self.size, self.size // 2, self.size - 1})
+        tokens = -(-self.seq_len // (self.size * self.chunks))
+        tokens *= 1 if self.many_documents is None else self.rows
+        strategies: list[str] = [self.attention["strategy"]]
+        sides: list[str | None] = [None]
+        if strategies == ["auto"]:
+            short = self.size > 1 and tokens <= _FEW_TOKENS and self.inner == self.size
+            strategies = ["ring", "one-call"] if short else ["ring"]
+        if self.size > 1 and self.chunks > 1 and self.model.infllm is None:
+            sides = ["q", "kv"]  # a run with more chunks may send the other one
+        return [(self, *each) for each in itertools.product(sample, strategies, sides)]
 
-def _end(process: subprocess.Popen[str], output: IO[str]) -> tuple[int, str]:
-    """End a process, if it runs. Return its exit code and the last line that it wrote."""
-    process.kill()
-    code = process.wait()
-    output.seek(0)
-    lines = output.read().splitlines() or [f"exit code {code}"]
-    output.close()
-    return code, lines[-1]
+    @property
+    def count(self) -> int:
+        """The chunks of a sequence of the rehearsal."""
+        return min(self.chunks, _CHUNKS)
+
+    def examples(self) -> list[list[int]]:
+        """Return the ends of documents of sequences."""
+        tokens, many = self.tokens, self.many_documents
+        if many is None:
+            return [[0, tokens]]
+        borders = [*range(tokens // self.count, tokens, tokens // self.count)]
+        return [*sample_documents(tokens, self.longest, many, borders, self.size)]
 
 
-def _places(marks: Sequence[Path]) -> str:
-    return " and ".join(str(mark.parent) for mark in marks)
+class _Examples(SimpleNamespace):
+    """Rows of data with the `ends` of documents, as Batches read them."""
+
+    documents: bool
+    ends: list[list[int]]
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def read(self, index: int | None) -> Row:
+        zeros = torch.zeros(self.ends[0][-1], dtype=torch.int64)
+        return Row(zeros, zeros, tuple(self.ends[index or 0]))
+
+
+def take_steps(run: Rehearsal, rank: int, strategy: str, side: str | None) -> None:
+    """Take steps of all kinds, as this rank of a sequence."""
+    from train.engine import triton_adamw
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    sp = imagine_ranks(rank, run.size, run.inner, side)
+    if run.layout != "auto":
+        sp = sp.with_layout(run.layout)
+    with device:
+        model = CPM(run.small, sp, **run.attention | {"strategy": strategy}).to(run.dtype)
+    for mixer in (block.self_attn for block in model.layers):
+        if isinstance(mixer, BurstAttention):  # as many stages and passes as in the run
+            count = mixer.kind.group_bytes * run.tokens // run.seq_len
+            mixer.kind = dataclasses.replace(mixer.kind, group_bytes=max(count, 1))
+    ends, apart = run.examples(), run.many_documents is not None
+    chunk = run.tokens // run.count if run.chunks > 1 else None
+    dist.init_process_group("fake", rank=rank, world_size=run.size, store=FakeStore())
+    try:
+        for rows in {min(run.rows, 2), 1} if apart else {min(run.rows, 2)}:
+            settings: Any = SimpleNamespace(
+                seq_len=run.tokens,
+                batch_size=rows,
+                micro_batch_size=rows,
+                layout=run.layout,
+                tokens_of_chunk=chunk,
+            )
+            batches = Batches(settings, run.small, sp, device)
+            for _, batch in batches.of_rows(_Examples(documents=apart, ends=ends)):
+                for part in batch.losses_by_part(model):
+                    if part:
+                        part[0].backward()
+        with torch.no_grad():  # an evaluation
+            batch.losses(model)
+    finally:
+        dist.destroy_process_group()
+    master = torch.empty(16, device=device)
+    weight = master.to(run.dtype) if run.engine == "bmtrain" else None
+    numbers = Update(1e-3, 1, 1.0, (0.9, 0.95), 1e-8, 0.1)
+    # sums over micro-batches are fp32
+    for gradient in (master,) if weight is None else (weight, master):
+        triton_adamw.update(master, master, master, gradient, weight, numbers)
 
 
 def warm(
@@ -134,70 +221,56 @@ def warm(
     device: torch.device,
     watchdog: Watchdog,
 ) -> list[str]:
-    """Compile what `start_warming` describes. Return lines for the log. Every rank must call it."""
-    started = ranks.together(lambda: start_warming(config, inputs, sp, rows, device))
-    return started.finish(watchdog)
+    """Compile the kernels that a run on GPUs will need, unless they are on disk. Return lines for
+    the log. `rows` are the sequences that a rank computes at once. Models with biases are left out.
 
-
-def start_warming(
-    config: TrainConfig, inputs: Inputs, sp: SequenceParallel, rows: int, device: torch.device
-) -> Warming:
-    """Start to compile the kernels that a run on GPUs will need, unless they are on disk. `rows`
-    are the sequences that a rank computes at once.
-
-    One rank of each host starts processes. Models with biases are left out.
+    Every rank must call it. One rank of each host starts processes.
     """
-    model, leads = inputs.model, int(os.environ.get("LOCAL_RANK", 0)) == 0
-    if device.type != "cuda" or not isinstance(model, CPMConfig):
-        return Warming()
-    rehearsing.settle_keys()
-    if not leads:
-        return Warming()
-    rehearsal = make_rehearsal(config, model, inputs.training, sp, rows)
-    try:
-        folders = _find_folders(rehearsal.pick_kernel(device).name)
-    except OSError as error:
-        return Warming(Outcome(f"{_NOT_COMPILED}: {error}", failed=True))
-    name = f"bmt_burst-{_digest(rehearsal, torch.cuda.get_device_name(device))}"
-    marks = [folder / name for folder in folders]
-    if count := min(map(_read_mark, marks)):
-        return Warming(Outcome(f"found {counted(count, 'compiled kernel')} in {_places(marks)}"))
-    return Warming(processes=_start_processes(rehearsal), marks=marks)
+    if device.type != "cuda" or not isinstance(inputs.model, CPMConfig):
+        return []
+    settle_keys(*_MODULES)
+    line, failed = "", False
+    if int(os.environ.get("LOCAL_RANK", 0)) == 0:
+        try:
+            line = _compile(find_facts(config, inputs, sp, rows, device), watchdog)
+        except Exception as error:  # noqa: BLE001 - of any process, after which the run goes on
+            line, failed = f"{_NOT_COMPILED}: {error}", True
+    outcomes = ranks.gather((line, failed))
+    return list(dict.fromkeys(text for n, (text, failed) in enumerate(outcomes) if failed or not n))
 
 
-def make_rehearsal(
-    config: TrainConfig, model: CPMConfig, data: Source, sp: SequenceParallel, rows: int
+def _compile(run: Rehearsal, watchdog: Watchdog) -> str:
+    """Compile the kernels of a run. Return a line for the log."""
+    gpus, began = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), time.monotonic()
+    for count in compile_kernels(take_steps, run.arguments(), run.seq_len, gpus, _MODULES):
+        watchdog.alive("compiling kernels")
+        # the other ranks wait without a sign of life
+        if (seconds := time.monotonic() - began) > min(_MOST_SECONDS, watchdog.timeout / 2):
+            raise TimeoutError(f"{counted(count, 'kernel')} took more than {seconds:.0f} s")
+    seconds, places = time.monotonic() - began, " and ".join(map(str, find_folders()))
+    return f"compiled {counted(count, 'kernel')} in {seconds:.1f} s; kept in {places}"
+
+
+def find_facts(
+    config: TrainConfig, inputs: Inputs, sp: SequenceParallel, rows: int, device: torch.device
 ) -> Rehearsal:
     """Return the facts of a run that its kernels depend on."""
-    most, chunk = _count_documents(data), config.tokens_of_chunk
+    data, chunk = inputs.training, config.tokens_of_chunk
+    most = _count_documents(data)
+    assert isinstance(inputs.model, CPMConfig), "others are left out"
     return Rehearsal(
-        norms=_find_norms(model),
-        gated=model.attention_gate or model.lightning_layers > 0,
-        lightning=find_lightning_flash(config.flash) if model.lightning_layers else None,
-        heads=model.num_heads,
-        kv_heads=model.num_kv_heads,
-        head_size=model.head_dim,
-        dtype=str(DTYPES[config.dtype]).removeprefix("torch."),
+        model=inputs.model,
+        attention=config.attention,
+        dtype=DTYPES[config.dtype],
         layout=config.layout,
         seq_len=config.seq_len,
         rows=rows,
-        sp_size=sp.size,
-        inner_size=make_rings(sp.process_group, sp.double_group).inner.size,
-        windows=list(dict.fromkeys(model.windows)),
-        sparse=model.infllm.to_dict() if model.infllm else None,
-        documents=data.documents,
-        many_documents=most is None or most * rows >= _MANY_DOCUMENTS,
-        chunks=1 if chunk is None else count_chunks(config.seq_len, chunk),
-        engine="bmtrain" if initialized_bmtrain() else "torch",
-        **config.attention,
+        size=sp.size,
+        inner=sp.rings.inner.size,
+        many_documents=most is None or most * rows >= _MANY_DOCUMENTS if data.documents else None,
+        chunks=1 if chunk is None else -(-config.seq_len // chunk),
+        engine=choose_engine(config, device),
     )
-
-
-def _find_norms(model: CPMConfig) -> list[int]:
-    """Return the sizes of the vectors that a model's blocks normalize."""
-    of_heads = [model.head_dim] if model.qk_norm or model.lightning_layers else []
-    of_outputs = [model.num_heads * model.head_dim] if model.lightning_layers else []
-    return list(dict.fromkeys((model.hidden_size, *of_heads, *of_outputs)))
 
 
 def _count_documents(data: Source) -> int | None:
@@ -210,68 +283,3 @@ def _count_documents(data: Source) -> int | None:
             row = source.read(i * len(source) // _SAMPLED_ROWS)
             most = max(most, len(row.documents) - 1)
     return most
-
-
-def _find_folders(kernel: str) -> list[Path]:
-    """Return where compiled kernels are kept. Raises OSError if that is not possible."""
-    from triton import knobs
-
-    folders = [Path(knobs.cache.dir)]
-    if kernel == "fa4":
-        folders.append(fa4.cache_folder())
-    for folder in folders:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    return folders
-
-
-def _digest(rehearsal: Rehearsal, gpu: str) -> str:
-    """Return a name for the kernels of a run, by all that they are compiled from."""
-    facts = [json.dumps(dataclasses.asdict(rehearsal), sort_keys=True), gpu, sys.version]
-    facts += [_version(package) for package in _PACKAGES]
-    found = hashlib.sha256("\n".join(facts).encode())
-    library = sorted(Path(bmt_burst.__file__).parent.rglob("*.py"))
-    for file in (*library, Path(rehearsing.__file__), _ROOT / "train/engine/triton_adamw.py"):
-        found.update(file.read_bytes())
-    return found.hexdigest()[:16]
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
-
-
-def _start_processes(rehearsal: Rehearsal) -> list[tuple[subprocess.Popen[str], IO[str]]]:
-    """Start the processes. Return each with the file that it writes to."""
-    free, _ = torch.cuda.mem_get_info()
-    room = int(int(os.environ.get("LOCAL_WORLD_SIZE", 1)) * free / 2**30 / _GIB_OF_PROCESS)
-    count = max(min(len(os.sched_getaffinity(0)), _MOST_PROCESSES, room), 1)
-    facts = json.dumps(dataclasses.asdict(rehearsal))
-    paths = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-P", "-m", "train.planning.rehearsal", facts]
-    started: list[tuple[subprocess.Popen[str], IO[str]]] = []
-    for share in range(count):
-        output = tempfile.TemporaryFile("w+")
-        process = subprocess.Popen(
-            [*command, str(share), str(count), str(os.getpid())],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            text=True,
-            start_new_session=True,  # Ctrl-C stops the run after its step
-        )
-        started.append((process, output))
-    return started
-
-
-def _read_mark(mark: Path) -> int:
-    """Return the number of kernels that a mark says are on disk, 0 without one."""
-    try:
-        return int(mark.read_text())
-    except (OSError, ValueError):  # a mark that is being written
-        return 0

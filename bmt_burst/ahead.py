@@ -1,0 +1,328 @@
+"""Compilation of kernels before a model's first step, by several processes of each host.
+
+    def steps(rank: int) -> None:  # in a module, since other processes import it
+        sp = imagine_ranks(rank, 8)
+        for ends in sample_documents(8192):
+            ...  # take a step of a model with few layers, with documents that end there
+
+    settle_keys()  # in each process of the run, before its first step
+    for count in compile_kernels(steps, [(0,), (7,)], tokens=1 << 16):
+        print(f"found {count} kernels")
+
+Steps run in other processes, which launch none of this package's kernels and note how to compile
+them. So values mean nothing. Triton's and FlashAttention-4's kernels are then compiled onto disk,
+where the run finds them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib
+import itertools
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .kernels import fa4, installed
+from .merging.merge import empty_lse
+from .ranks.rings import Rings
+from .ranks.sequence_parallel import SequenceParallel
+from .transport.imagined import ImaginedRing
+
+KERNELS = (  # the modules of all Triton kernels of a step without biases
+    "bmt_burst.merging.fused",
+    "bmt_burst.kernels.triton_blocks",
+    "bmt_burst.blocks.tiles",
+    "bmt_burst.blocks.triton_far",
+    "bmt_burst.sparse.triton_choice",
+    "bmt_burst.sparse.triton_decoding",
+    "bmt_burst.fused.triton_passes",
+    "bmt_burst.lightning.triton_blocks",
+    "bmt_burst.kernels.triton_few_queries",
+)
+_PACKAGES = "torch", "triton", "flash-attn-4", "nvidia-cutlass-dsl"
+_POLL_SECONDS = 0.05
+_MOST_PROCESSES, _GIB_OF_PROCESS = 16, 1.5  # of a GPU's memory that is free
+_FEW_QUERIES = 64  # of a chunk, in documents that begin in the chunk before it
+
+Job = Callable[[], Any]
+
+
+def settle_keys(*modules: str) -> None:
+    """Compute the names of all kernels on disk, also those of other `modules`. Each process of a
+    run must call it before it launches a kernel.
+
+    Triton hashes a kernel with those globals of its inner functions that it has seen before. So the
+    names depend on the order in which a process computes them.
+    """
+    from triton import JITFunction
+
+    for module in map(importlib.import_module, (*KERNELS, *modules)):
+        for kernel in vars(module).values():
+            if isinstance(kernel, JITFunction):
+                _ = kernel.cache_key  # kept from now on
+
+
+def find_folders() -> list[Path]:
+    """Return the folders of compiled kernels. Raises OSError if one cannot be written, or if
+    FlashAttention-4 is installed and keeps none.
+    """
+    from triton import knobs
+
+    folders = [Path(knobs.cache.dir)]
+    if installed("flash_attn.cute"):
+        folders.append(fa4.cache_folder())
+    for folder in folders:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    return folders
+
+
+def imagine_ranks(
+    rank: int, size: int, inner: int | None = None, side: str | None = None
+) -> SequenceParallel:
+    """Return this rank's place among imagined ranks, which own as many tokens as this one.
+
+    inner  the ranks of a host, by default all
+    side   the side that rings send, "q" or "kv", or None if plans choose it
+    """
+    inner = inner or size
+    if size == 1:
+        return SequenceParallel()
+    within = ImaginedRing(rank % inner, inner, side)
+    if inner == size:
+        return SequenceParallel(rank, size, process_group=within)
+    double = Rings(within, ImaginedRing(rank // inner, size // inner, side), double=True)
+    double.history.is_grid = True  # as imagined
+    return SequenceParallel(
+        rank, size, process_group=None, double_group=(double.inner, double.outer)
+    )
+
+
+def sample_documents(
+    tokens: int, longest: int = 0, many: bool = False, borders: Sequence[int] = (), size: int = 1
+) -> Iterator[list[int]]:
+    """Yield the ends of documents of a sequence, from one to tens, as examples of all kinds.
+
+    longest  the tokens of a long document that some examples have, 0 for none
+    many     whether some have as many as possible
+    borders  where chunks end. Documents end near them
+    size     the ranks of the sequence
+    """
+    chance, firsts = random.Random(0), sorted({0, min(longest, tokens)})
+    yield [0, tokens]
+    for first, count in itertools.product(firsts, (2, 3, 5, 7, 9)):
+        yield sorted({0, *(first + (tokens - first) * i // count for i in range(count + 1))})
+    for first, count in itertools.product(firsts, (2, 3, 5, 9, 40) * 2):
+        ends = sorted({0, first})
+        while ends[-1] < tokens:
+            length = 1 + int(chance.expovariate(count / tokens))
+            ends.append(min(tokens, ends[-1] + length))
+        yield ends
+    for first in firsts if many else ():
+        yield sorted({0, *range(first or 4, tokens, 4), tokens})
+    for before in (_FEW_QUERIES, borders[0] // size) if borders else ():
+        near = {border + x for border in borders for x in (-before, _FEW_QUERIES)}
+        yield [0, *sorted(near & {*range(1, tokens)}), tokens]
+
+
+def compile_kernels(
+    steps: Callable[..., None],
+    arguments: Sequence[tuple[Any, ...]],
+    tokens: int,
+    gpus: int = 1,
+    modules: Sequence[str] = (),
+) -> Iterator[int]:
+    """Compile the kernels of some steps, unless they are on disk. Yield how many were found so far,
+    until all are there.
+
+    steps      a function of a module, called with each of `arguments` on one of the first GPUs
+    arguments  facts that have all of their values in their repr
+    tokens     the most tokens of a sequence of the run, which may be longer than those of steps
+    gpus       how many of this host's GPUs to use
+    modules    those with other Triton kernels of steps, or on whose code kernels depend
+
+    Raises the error of a process, and OSError as `find_folders`. It ends its processes.
+    """
+    marks = [folder / _name_mark(arguments, modules) for folder in find_folders()]
+    if all(mark.exists() and mark.stat().st_size for mark in marks):
+        yield int(marks[0].read_text())
+        return
+    free, _ = torch.cuda.mem_get_info()
+    room = int(gpus * free / 2**30 / _GIB_OF_PROCESS)
+    processes = max(min(len(os.sched_getaffinity(0)), _MOST_PROCESSES, room), 1)
+    context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+    with context.Pool(processes, _begin, (gpus, *modules)) as pool:
+        noting = [pool.apply_async(_note, (steps, x, tokens)) for x in arguments]
+        jobs: dict[Hashable, Any] = {}
+        while noting or not all(job.ready() for job in jobs.values()):
+            for noted in [x for x in noting if x.ready()]:
+                noting.remove(noted)
+                new = {key: job for key, job in noted.get().items() if key not in jobs}
+                jobs |= {key: pool.apply_async(job) for key, job in new.items()}
+            yield len(jobs)
+            time.sleep(_POLL_SECONDS)
+        for job in jobs.values():
+            job.get()
+    for mark in marks:
+        mark.write_text(f"{len(jobs)}\n")
+    yield len(jobs)
+
+
+def _name_mark(arguments: Sequence[tuple[Any, ...]], modules: Sequence[str]) -> str:
+    """Return the name of a file next to the kernels, by all that they are compiled from."""
+    facts = [repr(arguments), torch.cuda.get_device_name(), sys.version]
+    facts += sorted(
+        f"{x.name} {x.version}" for x in metadata.distributions() if x.name in _PACKAGES
+    )
+    found = hashlib.sha256("\n".join(facts).encode())
+    others = [Path(str(importlib.import_module(name).__file__)) for name in modules]
+    for file in (*sorted(Path(__file__).parent.rglob("*.py")), *others):
+        found.update(file.read_bytes())
+    return f"bmt_burst-{found.hexdigest()[:16]}"
+
+
+def _begin(gpus: int, *modules: str) -> None:
+    """Begin a process that compiles."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C stops the run after a step
+    silent = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silent, 1)
+    os.dup2(silent, 2)
+    torch.set_num_threads(1)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(os.getpid() % gpus)
+    settle_keys(*modules)
+
+
+def _note(steps: Callable[..., None], arguments: Sequence[Any], tokens: int) -> dict[Hashable, Job]:
+    with note_kernels(tokens) as found:
+        steps(*arguments)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # ranks need the memory
+    return found
+
+
+@contextlib.contextmanager
+def note_kernels(tokens: int) -> Iterator[dict[Hashable, Job]]:
+    """Launch no kernels of this package inside. Yield a dict that gets a function for each, which
+    compiles it. `tokens` are the most tokens of a sequence of the run.
+    """
+    from triton import knobs
+
+    from .merging import fused
+    from .sparse import triton_choice
+
+    found: dict[Hashable, Job] = {}
+
+    def note(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+        function, data = fn.jit_function, compile["specialization_data"]
+        found[data] = functools.partial(_compile, function.module, function.__name__, data)
+        return True  # do not go on
+
+    def note_call(kernel: fa4.Fa4Kernel, way: str, q: Tensor, k: Tensor, *of_call: Any) -> None:
+        key = way, q.shape[2] // k.shape[2], kernel.variant(of_call[0], len(q))
+        facts = way, q.shape, k.shape, q.dtype, q.device.type, *of_call
+        found.setdefault(key, functools.partial(_call, *facts))
+
+    def forward(kernel, q, k, v, call, spec):
+        note_call(kernel, "forward", q, k, call, spec)
+        return torch.empty_like(q, memory_format=torch.contiguous_format), empty_lse(q)
+
+    def backward(kernel, dout, q, k, v, out, lse, delta, call, spec):
+        note_call(kernel, "backward" if delta is None else "by delta", q, k, call, spec)
+        like = functools.partial(torch.empty_like, memory_format=torch.contiguous_format)
+        return tuple(map(like, (q, k, v)))
+
+    replaced: tuple[tuple[Any, str, Any], ...] = (
+        (knobs.runtime, "jit_cache_hook", note),
+        (fa4.Fa4Kernel, "forward", forward),
+        (fa4.Fa4Kernel, "backward", backward),
+        (fused, "sum_gradients", _in_all_ways(fused.sum_gradients)),
+        (fused, "merge_outputs", _in_all_ways(fused.merge_outputs)),
+        (triton_choice, "take_largest", _of_all(triton_choice.take_largest, tokens)),
+        # 0 is a valid number of anything, as no kernel writes to memory
+        (torch, "empty", _filled(torch.empty)),
+        (torch, "empty_like", _filled(torch.empty_like)),
+        (Tensor, "new_empty", _filled(Tensor.new_empty)),
+    )
+    with contextlib.ExitStack() as stack:
+        for place, name, function in replaced:
+            stack.callback(setattr, place, name, getattr(place, name))
+            setattr(place, name, function)
+        yield found
+
+
+def _filled(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return `make`, whose tensors are filled with 0."""
+    return lambda *args, **named: make(*args, **named).zero_()
+
+
+def _compile(module: str, name: str, data: str) -> None:
+    """Compile a kernel of Triton, and the C code that launches it."""
+    function = getattr(importlib.import_module(module), name)
+    _ = function.preload(data).run  # the first access makes what launches it
+
+
+def _call(way: str, q_shape: Any, k_shape: Any, dtype: Any, device: str, *of_call: Any) -> None:
+    """Compute a call of FlashAttention-4, of zeros."""
+    q, k = (torch.zeros(shape, dtype=dtype, device=device) for shape in (q_shape, k_shape))
+    kernel, lse = fa4.Fa4Kernel(), empty_lse(q).zero_()
+    if way == "forward":
+        kernel.forward(q, k, k, *of_call)
+    elif way == "backward":
+        kernel.backward(q, q, k, k, q, lse, None, *of_call)
+    else:
+        kernel.backward(q, q, k, k, None, lse, lse, *of_call)
+
+
+def _in_all_ways(merge: Callable[..., None]) -> Callable[..., None]:
+    """Return `merge` of `merging.fused`. With the first call of each kind it also adds up other
+    numbers of parts, of some tokens each, in place or not: masks may ask for any of them.
+    """
+    known = set[Hashable]()
+
+    def call(total: Tensor, *rest: Any) -> None:
+        merge(total, *rest)
+        *lse, parts = rest
+        (heads, size), dtype, device = total.shape[2:], parts[-1][1].dtype, total.device
+        if (key := (heads, size, total.dtype, dtype)) in known:
+            return
+        known.add(key)
+        into, earlier = torch.empty(2, 1, 16, heads, size, dtype=total.dtype, device=device)
+        other, rows = earlier.to(dtype), [torch.empty(1, heads, 16, device=device) for _ in lse]
+        # parts of another dtype are filled up by the first one
+        counts = (2, 4, 8) if dtype == total.dtype else range(2, 17)
+        for first, count, spans in itertools.product(
+            (into, earlier), counts, ([(0, 8)], [(0, 4), (8, 12)])
+        ):
+            merge(into, *rows, [([(0, 16)], first, *rows), *[(spans, other, *rows)] * (count - 1)])
+
+    return call
+
+
+def _of_all(take: Callable[..., None], tokens: int) -> Callable[..., None]:
+    """Return `take_largest`, which also takes from the blocks of all lengths up to `tokens`."""
+
+    def call(scores: Tensor, of_last: Tensor, places: Tensor, chosen: Tensor, sparse: Any) -> None:
+        take(scores, of_last, places, chosen, sparse)
+        groups, blocks = len(scores), sparse.most_blocks + 1
+        while blocks < 2 * (tokens // sparse.block_size + 1):
+            rows = scores.new_empty(groups, 1, blocks)
+            take(rows, rows, places[:1], chosen.new_empty(1, groups, sparse.most_blocks), sparse)
+            blocks *= 2
+
+    return call
