@@ -37,10 +37,11 @@ from train.data.tokenizer import (
 )
 from train.engine import Shard
 from train.export import main
-from train.generate import checkpoint_tokenizer, generate, load_model
+from train.generate import generate
 from train.generate import main as generate_main
 from train.generation.text_rules import TextRules
 from train.plan import main as plan_main
+from train.trained.model import checkpoint_tokenizer, load_model
 
 # a vocabulary of 300 for 257 byte tokens
 PADDED = dataclasses.replace(SMALL, rope_theta=5e5)
@@ -149,7 +150,7 @@ def test_a_begin_token_stands_in_front_of_a_prompt_as_in_training(tmp_path, kind
     assert given.input_ids.tolist() == [[bos, *tokenizer.encode(prompt)]]
     ids = model.generate(**given, max_new_tokens=30, do_sample=False)
     path = checkpoint.find(run)
-    ours, same = load_model(path, torch.device("cpu")), checkpoint_tokenizer(path)
+    ours, same = load_model(run), checkpoint_tokenizer(path)
     expected = generate(ours, same, prompt, 30, rules=rules, temperature=0)
     assert tokenizer.decode(ids[0, 1:].tolist()) == expected
     assert generate(ours, same, prompt, 30) != generate(ours, same, prompt, 30, rules=rules)

@@ -35,12 +35,11 @@ from tests.launcher import run_script
 from tests.runs import train, written_text
 from tests.test_chunks import on_ranks
 from tests.test_sparse import SMALL as SPARSE
-from train.checkpoints import checkpoint
 from train.data.batches import Batches
 from train.data.folder import Row
 from train.data.tokenizer import ByteTokenizer
 from train.export import main as export_main
-from train.generate import generate, load_model
+from train.generate import generate
 from train.generate import main as generate_main
 from train.generation.decoding import Speed, _compute
 from train.loop.inputs import check_kernel
@@ -56,6 +55,7 @@ from train.planning.search import CHUNKS, Cluster, plan, possible_chunks
 from train.planning.seconds import H200
 from train.planning.units import Shape, find_unit
 from train.settings.config import TrainConfig
+from train.trained.model import load_model
 
 SMALL = CPMConfig(
     320, 32, 48, 5, 4, 2, 8, rms_norm_eps=1e-6, scale_emb=12.0, scale_depth=1.4, dim_model_base=16,
@@ -634,7 +634,7 @@ def test_a_folder_is_trained_exported_and_read_again(alone, tmp_path, capsys):
     assert {n: written[n] for n in sala.SMALL.keys() - no_matter} == {
         n: value for n, value in sala.SMALL.items() if n not in no_matter
     }
-    trained = load_model(checkpoint.newest(tmp_path / "run"), torch.device("cpu"))
+    trained = load_model(tmp_path / "run")
     again = load_cpm(tmp_path / "exported")
     places = torch.arange(90)
     assert again(TOKENS, places).equal(trained(TOKENS, places))

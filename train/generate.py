@@ -53,7 +53,7 @@ from train.settings.config import TrainConfig
 from train.settings.kinds import ModelConfig, config_of, kind_of
 from train.settings.options import add_options
 from train.settings.settings import DTYPES, shared_options
-from train.trained.model import check_source, checkpoint_tokenizer, open_trained
+from train.trained.model import check_source, checkpoint_tokenizer, load_model, open_trained
 from train.trained.texts import begin_token, folder_stops, lacking_tokens, run_stops
 
 _PROGRAM = "generate.py"
@@ -61,19 +61,6 @@ _SHOWN = 12  # digits of the prompt's digest that are shown
 _SHARED = {  # options of pretrain.py, too
     *("init_from", "model", "accept_field", "untie", "bos", "processes", "device", "timeout")
 }
-
-
-def load_model(
-    path: Path, device: torch.device, dtype: torch.dtype = torch.float32
-) -> CPM | LiveModel:
-    """Return the model of a checkpoint folder, whole, on one device."""
-    saved = checkpoint.Checkpoint(path)
-    config = config_of(saved.state["model"])
-    with torch.device("meta"):
-        model = load(kind_of(config).model)(config)
-    weights = {name: w.to(device, dtype) for name, w in saved.weights().items()}
-    model.load_state_dict(weights, assign=True)
-    return model.eval()
 
 
 @torch.inference_mode()

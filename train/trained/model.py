@@ -12,6 +12,7 @@ import torch
 
 from models.config import CPMConfig
 from models.cpm import CPM
+from models.cpm_live.layers import LiveModel
 from models.tensor_files import folder_of
 from train.base.wording import flag
 from train.checkpoints import checkpoint
@@ -22,6 +23,7 @@ from train.data.tokenizer import Tokenizer, load_tokenizer, open_tokenizer
 from train.engine import Engine
 from train.loop import resume
 from train.loop.inputs import check_kernel, check_padding, open_data
+from train.registry import load
 from train.settings.config import TrainConfig
 from train.settings.kinds import config_of, kind_of
 from train.trained.texts import begin_token
@@ -86,6 +88,21 @@ class Trained:
         opened: Sequences = data.keep_documents_apart(apart, bos)
         check_padding(config, opened)
         return opened
+
+
+def load_model(
+    run: str | Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+) -> CPM | LiveModel:
+    """Return the whole model of a run's newest checkpoint, or of a checkpoint, on one device.
+    Raises CheckpointError if there is none.
+    """
+    saved = checkpoint.Checkpoint(checkpoint.find(Path(run)))
+    config = config_of(saved.state["model"])
+    with torch.device("meta"):
+        model = load(kind_of(config).model)(config)
+    weights = {name: w.to(device, dtype) for name, w in saved.weights().items()}
+    model.load_state_dict(weights, assign=True)
+    return model.eval()
 
 
 def check_source(run: Path | None, given: Mapping[str, Any]) -> None:
