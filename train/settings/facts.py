@@ -18,7 +18,7 @@ from train.base.wording import parse_pair
 
 
 class Scope(enum.Flag):
-    """Where a setting may differ: by default nowhere, except between stages.
+    """The ranks, runs and stages between which a setting may differ: by default only stages.
 
     TECHNICAL   a resumed run may have another value: the result is the same, or compared itself
     HOST        each rank may have its own value
