@@ -1,4 +1,4 @@
-"""What an export takes over from the folder of --init-from (docs/pretraining.md)."""
+"""The parts of the folder of --init-from that an export takes over (docs/pretraining.md)."""
 
 from __future__ import annotations
 
