@@ -201,6 +201,8 @@ def fold_on(rank: int) -> None:
         logprobs = folded.unfold(by_hand.log_probs)
         for row, expected in zip(logprobs, found[0][0], strict=True):
             torch.testing.assert_close(row[2:-1], expected[2 : len(row) - 1], rtol=0, atol=1e-4)
+        by_model = enabled(folded.tokens, mask=folded.mask, shift_labels=folded.targets)
+        torch.testing.assert_close(by_model.loss, by_hand.loss)
         logits = enabled(folded.tokens, mask=folded.mask, whole_outputs=True).logits
         own = enabled(torch.tensor([rows[1]]), whole_outputs=True).logits[0]
         torch.testing.assert_close(folded.unfold(logits)[1], own, rtol=0, atol=1e-4)

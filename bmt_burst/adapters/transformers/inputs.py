@@ -157,10 +157,12 @@ class ForwardInputs:
     def _find_targets(self) -> Tensor | None:
         """Return targets (B, S). Labels are shifted within rows, and across their documents."""
         labels, shifted = (self.arguments.get(name) for name in ("labels", "shift_labels"))
-        if labels is None and not self.fused and not self.label_smoothing:
-            return None
-        if shifted is not None:
+        asks = labels is not None or self.fused or self.label_smoothing
+        # as in transformers, shift_labels alone ask for no loss, but a mask excludes labels
+        if shifted is not None and (asks or "mask" in self.arguments):
             return shifted
+        if not asks:
+            return None
         if labels is None:
             name = "fused_lm_head" if self.fused else "label_smoothing"
             raise ValueError(f"{name} needs labels or shift_labels, got neither")
