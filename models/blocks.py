@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from bmt_burst.base import kept
+from bmt_burst.base.kept import keep_results as keep_exchanged
 from bmt_burst.offload import Offload
 
 from .tiled import run_tiled
@@ -137,7 +137,7 @@ class Layers(nn.ModuleList):
 
 def recompute(function: Callable, *args: Any, keep_results: bool = False) -> Any:
     """Call function(*args), and save only `args`, and if asked the results that attention keeps."""
-    contexts: dict[str, Any] = {"context_fn": kept.keep_results} if keep_results else {}
+    contexts: dict[str, Any] = {"context_fn": keep_exchanged} if keep_results else {}
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, **contexts)
 
 

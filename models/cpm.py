@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bmt_burst import SequenceParallel
 from bmt_burst.base.arguments import as_int
 from bmt_burst.base.autocast import autocast_dtype
 from bmt_burst.calls.refusal import CALL
-from bmt_burst.fused.functions import RMSNorm
 from bmt_burst.loss import (
     linear_cross_entropy_by_row,
     linear_cross_entropy_sum,
@@ -31,6 +31,7 @@ from bmt_burst.nn import (
     Layouts,
     Masks,
     Part,
+    RMSNorm,
     SequenceParallelModule,
     find_part,
     rope_frequencies,
@@ -38,7 +39,6 @@ from bmt_burst.nn import (
     swiglu,
 )
 from bmt_burst.ranks.agreement import refuse
-from bmt_burst.ranks.sequence_parallel import SequenceParallel
 
 from .blocks import Layers, Runner, Saving
 from .config import CPMConfig

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from bmt_burst.base.autograd import check_first_derivative
 from bmt_burst.fused import find_passes
-from bmt_burst.fused.functions import RMSNorm
+from bmt_burst.nn import RMSNorm
 
 from .later import Later, make_stand_in
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from bmt_burst import SequenceParallel
 from bmt_burst.lightning import kernels
 from bmt_burst.nn import BurstAttention, LightningAttention, SelfAttention
-from bmt_burst.ranks.sequence_parallel import SequenceParallel
 
 from .config import LIGHTNING, CPMConfig
 from .linears import is_original

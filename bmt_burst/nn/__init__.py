@@ -1,12 +1,19 @@
-"""Layers: rotary embedding by explicit positions, SwiGLU (both of `fused/functions.py`), and
-sequence parallel self-attention.
+"""Layers: rotary embedding by explicit positions, SwiGLU and RMSNorm (all of `fused/functions.py`),
+and sequence parallel self-attention.
 
 heads      the base of layers: projections to heads and back, gates, the part that they compute
 attention  softmax attention
 lightning  lightning attention
 """
 
-from ..fused.functions import apply_rope, rope_frequencies, rope_tables, rotations, swiglu
+from ..fused.functions import (
+    RMSNorm,
+    apply_rope,
+    rope_frequencies,
+    rope_tables,
+    rotations,
+    swiglu,
+)
 from ..sequence.rows import Layouts, Masks
 from .attention import BurstAttention
 from .heads import Part, SelfAttention, SequenceParallelModule, find_part
@@ -18,6 +25,7 @@ __all__ = [
     "LightningAttention",
     "Masks",
     "Part",
+    "RMSNorm",
     "SelfAttention",
     "SequenceParallelModule",
     "apply_rope",

@@ -18,12 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bmt_burst import Cache, Scores, burst_attn_func
+from bmt_burst import Cache, Scores, SequenceParallel, burst_attn_func
 from bmt_burst.base.compiled import fused_on_gpus
-from bmt_burst.base.dtypes import accumulator_dtype
 from bmt_burst.loss import linear_cross_entropy_by_row, linear_cross_entropy_sum
 from bmt_burst.nn import Layouts, SequenceParallelModule
-from bmt_burst.ranks.sequence_parallel import SequenceParallel
 from models.blocks import Layers, Runner, Saving
 
 from .config import LiveConfig
@@ -33,7 +31,7 @@ RowScores = Scores | Sequence[Scores]  # for all rows of a batch, or one for eac
 
 @fused_on_gpus
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    wide = x.to(accumulator_dtype(x.dtype))
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
 
 
@@ -218,7 +216,7 @@ class PositionBias(nn.Module):
     def table(self) -> Tensor:
         """Return the table in fp32, or fp64 if it is fp64, in which gradients are summed."""
         table = self.relative_attention_bias
-        return table.to(accumulator_dtype(table.dtype))
+        return table.to(torch.promote_types(table.dtype, torch.float32))
 
 
 class LiveModel(SequenceParallelModule):

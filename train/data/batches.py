@@ -13,12 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bmt_burst import Chunks, Layout, SequenceParallel
-from bmt_burst.blocks.documents import find_longest
-from bmt_burst.parts.chunks import Chunk
-from bmt_burst.sequence.mask import Mask
-from bmt_burst.sequence.span import length
-from bmt_burst.sparse import InfLLMV2
+from bmt_burst import Chunks, InfLLMV2, Layout, Mask, SequenceParallel
 from models.config import CPMConfig
 from train.base.wording import counted
 from train.data.folder import Row
@@ -209,7 +204,7 @@ class MicroBatch(Work):
         inputs = self.tokens, self.positions, self.labels
         return model(*inputs, mask=self.masks, layout=self.layouts, **how)
 
-    def _run_chunk(self, model: nn.Module, chunk: Chunk, **how: bool) -> tuple[Tensor, ...]:
+    def _run_chunk(self, model: nn.Module, chunk: Any, **how: bool) -> tuple[Tensor, ...]:
         inputs = (x[..., chunk.span] for x in (self.tokens, self.positions, self.labels))
         return model(*inputs, cache=chunk, **how)
 
@@ -318,7 +313,9 @@ class Batches(Dealer[MicroBatch]):
     def _is_sparse(self, masks: Iterable[Mask]) -> bool:
         """Whether calls of rows with these masks are sparse. The longest document decides."""
         sparse, infllm = self._model.sparse, self._model.infllm
-        is_dense = infllm is not None and infllm.is_dense(max(map(find_longest, masks)))
+        slices = (s for mask in masks for s in mask.slices)
+        longest = max((stop - start for (start, stop) in (s.kv for s in slices)), default=0)
+        is_dense = infllm is not None and infllm.is_dense(longest)
         return sparse is not None and not is_dense
 
     def _plan_row(self, mask: Mask, balanced: bool, is_sparse: bool) -> _RowPlan:
@@ -369,7 +366,7 @@ def keys_seen(mask: Mask) -> Tensor:
     """Return the number of keys that each query sees: (seq_len,) int64. The sum is `mask.area`."""
     steps = torch.zeros(mask.seq_len + 1, dtype=torch.int64)
     whole = torch.tensor(
-        [(*s.q, length(s.kv)) for s in mask.slices if s.low is None and s.high is None]
+        [(*s.q, s.kv[1] - s.kv[0]) for s in mask.slices if s.low is None and s.high is None]
     )
     if len(whole):
         steps.index_add_(0, whole[:, 0], whole[:, 2]).index_add_(0, whole[:, 1], -whole[:, 2])

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bmt_burst.sequence.layout import IGNORE_INDEX
+from bmt_burst import IGNORE_INDEX
 from train.data.documents import BegunText, Documents
 from train.data.source import Stored
 from train.data.stored import StoredNumbers

@@ -41,7 +41,7 @@ class BMTrainEngine(Engine):
     ):
         import bmtrain
 
-        from bmt_burst.bmtrain import distribute
+        from bmt_burst.adapters.bmtrain import distribute
 
         self._bmtrain = bmtrain
         self.rank, self.world_size = bmtrain.rank(), bmtrain.world_size()

@@ -12,8 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from bmt_burst.transport.torch_dist import world_group
-
 from .common import AdamW, Engine, Shard, ShardedAdamW, layers_name
 
 
@@ -58,7 +56,9 @@ class TorchEngine(Engine):
 
     def _shard_model(self, dtype: torch.dtype, keeps_weights: bool) -> None:
         # init_device_mesh may make another group, without the world's timeout
-        mesh = DeviceMesh.from_group(world_group(), self.device.type)
+        world = dist.group.WORLD
+        assert world is not None, "torch.distributed is initialised"
+        mesh = DeviceMesh.from_group(world, self.device.type)
         # Inputs keep their dtype: RoPE tables are fp32 in every precision.
         policy = MixedPrecisionPolicy(
             param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False

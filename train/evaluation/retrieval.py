@@ -21,7 +21,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from bmt_burst.sequence.layout import IGNORE_INDEX
+from bmt_burst import IGNORE_INDEX
 from train.base.wording import counted
 from train.data.batches import Batches
 from train.data.folder import Row

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from bmt_burst.sequence.layout import IGNORE_INDEX
+from bmt_burst import IGNORE_INDEX
 from train.base.files import drawing, writing
 from train.base.wording import counted, flag, remark_few
 from train.data.batches import Batches

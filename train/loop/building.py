@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 
 from bmt_burst import SequenceParallel, init_sequence_parallel
-from bmt_burst.ranks.rings import make_rings
 from bmt_burst.transport.bmtrain import initialized_bmtrain
 from models.blocks import Saving
 from train.base import ranks
@@ -58,7 +57,7 @@ def make_groups(config: TrainConfig, data: Source | None = None) -> SequencePara
         ulysses_size=config.ulysses_size,
         timeout=rank_timeout(config),
     )
-    group_size = make_rings(sp.process_group, sp.double_group).inner.size
+    group_size = sp.rings.inner.size
     check_strategy(config, group_size, data.example_scores if data else None)
     return sp
 

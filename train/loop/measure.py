@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bmt_burst import IGNORE_INDEX, SequenceParallel
-from bmt_burst.ranks.rings import make_rings
 from models.config import CPMConfig
 from models.cpm_live.config import LiveConfig
 from train.data.batches import Dealer, Work
@@ -139,7 +138,7 @@ def measure_speed(
         values["mfu"] = tflops / peak
     if device.type == "cuda":
         # torch does not count the memory of the rings
-        held = make_rings(sp.process_group, sp.double_group).inner.held_bytes
+        held = sp.rings.inner.held_bytes
         values["peak_gib"] = (torch.cuda.max_memory_allocated() + held) / 2**30
     return values
 

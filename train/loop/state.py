@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from bmt_burst import SequenceParallel
-from bmt_burst.sequence.layout import count_chunks
 from train.base import ranks
 from train.base.wording import counted
 from train.checkpoints import checkpoint
@@ -123,7 +122,7 @@ def describe_run(
     val = f"; validation: {', '.join(seen)}" if seen else ""
     strategy, chunks = c.attention["strategy"], ""
     if c.tokens_of_chunk is not None:
-        chunks = f", each in {counted(count_chunks(c.seq_len, c.tokens_of_chunk), 'chunk')}"
+        chunks = f", each in {counted(-(-c.seq_len // c.tokens_of_chunk), 'chunk')}"
     facts = [
         f"{c.model_source}: {model.num_parameters:,} parameters, {c.dtype} on "
         f"{engine.device.type}, {type(engine).__name__}",

@@ -192,8 +192,13 @@ def count_choices(shape: AttentionShape) -> int:
     if shape.chunk is None or sparse is None:
         return 0
     choosing = max(shape.tokens - sparse.exact_tokens, 0) // shape.ranks
-    dtype = packed_dtype(-(-shape.tokens // sparse.block_size))
+    dtype = choice_dtype(shape.tokens, sparse)
     return choosing * shape.kv_heads * sparse.topk * dtype.itemsize
+
+
+def choice_dtype(tokens: int, sparse: InfLLMV2 | None) -> torch.dtype:
+    """Return the dtype of chosen blocks of a sequence."""
+    return packed_dtype(0 if sparse is None else -(-tokens // sparse.block_size))
 
 
 def _make_problem(shape: AttentionShape, number: int = -1) -> Problem:

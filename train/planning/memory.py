@@ -7,9 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 
-from bmt_burst.blocks.far import packed_dtype
 from bmt_burst.offload import PIECE_BYTES
-from bmt_burst.sequence.layout import count_chunks
 from models.config import LIGHTNING, CPMConfig
 from train.data.batches import choose_micro_batch_size
 from train.settings.config import TrainConfig
@@ -19,6 +17,7 @@ from .attention import (
     AttentionMemory,
     AttentionShape,
     attention_memory,
+    choice_dtype,
     chunk_tokens,
     count_choices,
     count_kept,
@@ -138,7 +137,7 @@ def plan_step(
     micro_batch_size = choose_micro_batch_size(config, groups)
     micro_batches = config.batch_size // groups // micro_batch_size
     chunk = config.tokens_of_chunk
-    chunks = 1 if chunk is None else count_chunks(config.seq_len, chunk)
+    chunks = 1 if chunk is None else -(-config.seq_len // chunk)
     dtype = DTYPES[config.dtype]
     accumulates = micro_batches * chunks > 1  # an engine adds up chunks like micro-batches
     if engine == "bmtrain":
@@ -230,13 +229,12 @@ def _find_layers(config: TrainConfig, model: CPMConfig, batch: int) -> list[_Lay
         sparse = replace(sparse, dense_len=-1)
     model = replace(model, sparse=sparse)
     whole = replace(config.saving(), offload=None)
-    blocks = 0 if sparse is None else -(-config.seq_len // sparse.block_size)
     shape = Shape(
         model,
         DTYPES[config.dtype],
         batch,
         offload=config.offload,
-        chosen=packed_dtype(blocks),
+        chosen=choice_dtype(config.seq_len, sparse),
         is_alone=config.sp_size == 1,
         chunked=chunk is not None,
     )

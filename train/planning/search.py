@@ -7,7 +7,6 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from bmt_burst.sequence.layout import count_chunks
 from models.config import CPMConfig
 from train.settings.config import TrainConfig, refuses_chunk
 from train.settings.kinds import ModelConfig, kind_of
@@ -137,7 +136,7 @@ def possible_chunks(planned: Planned) -> list[int]:
 
 def _refuses_chunk(config: TrainConfig, tokens: int) -> str | None:
     """Return why a plan cannot have --chunk `tokens`, or None if it can."""
-    count = count_chunks(config.seq_len, tokens)
+    count = -(-config.seq_len // tokens)
     if count > _MOST_CHUNKS:
         return (
             f"--chunk {tokens} cuts --seq-len {config.seq_len} into {count:,} chunks: expected at "

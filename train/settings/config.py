@@ -10,11 +10,9 @@ from typing import Any
 
 import torch
 
-from bmt_burst import Layout, Scores, kernels, strategies
+from bmt_burst import Layout, Mask, Scores, kernels, strategies
 from bmt_burst.bias.kernels import load
 from bmt_burst.bias.scoring import TableScoring
-from bmt_burst.sequence.layout import count_chunks
-from bmt_burst.sequence.mask import Mask
 from bmt_burst.spec import Spec
 from models.config import CPMConfig
 from models.json_files import read_json
@@ -288,7 +286,7 @@ def check_layers(settings: TrainConfig, model: CPMConfig) -> None:
 
 def refuses_chunk(settings: TrainConfig, tokens: int) -> str | None:
     """Return why a run with these settings cannot have --chunk `tokens`, or None if it can."""
-    ranks, count = settings.sp_size, count_chunks(settings.seq_len, tokens)
+    ranks, count = settings.sp_size, -(-settings.seq_len // tokens)
     shortest = settings.seq_len // count
     if shortest < ranks:
         return (

@@ -16,7 +16,6 @@ import torch
 from bmt_burst import strategies
 from bmt_burst.extensions import read_extension
 from bmt_burst.offload import Offload
-from bmt_burst.sequence.layout import LAYOUTS
 from models.blocks import CHECKPOINTING, Saving
 from models.huggingface import CONFIG
 from models.rope import RopeScaling
@@ -221,7 +220,7 @@ class ParallelSettings:
     layout: str = option(
         "auto",
         "how a sequence is cut over its ranks; auto: equal work for documents and windows",
-        choices=("auto", *LAYOUTS),
+        choices=("auto", "zigzag", "striped", "contiguous"),
     )
     engine: str = option(
         "auto",
