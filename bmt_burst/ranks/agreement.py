@@ -263,11 +263,19 @@ def _show(value: Any) -> Any:
 
 
 def describe_term(value: Mask | Layout | str) -> str:
-    """Return a text that is equal for equal masks and layouts, in every process."""
+    """Return a text that is equal for equal masks and layouts, in every process.
+
+    Raises TypeError for others, such as a tensor among the terms of an extension.
+    """
     if isinstance(value, Mask):
         return value.digest
     if isinstance(value, str):
         return value
+    if not isinstance(value, Layout):
+        raise TypeError(
+            "ranks compare text, numbers, lists, Masks and Layouts: expected one of these as a "
+            f"term, got {type(value).__name__}"
+        )
     return f"{value.term} of {value.seq_len} tokens on {value.size} ranks"
 
 

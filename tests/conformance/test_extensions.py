@@ -232,6 +232,13 @@ class Biased(Case):
         return added.masked_fill(~mask.dense(), -torch.inf)
 
 
+class WarmWithTensor(Warm):
+    """An extension whose terms no rank can compare."""
+
+    def terms(self, tensors):
+        return {"temperatures": tensors[0]}
+
+
 @dataclass(frozen=True, eq=False)
 class Warmed(Case):
     """Scores times a number for each head."""
@@ -243,6 +250,7 @@ class Warmed(Case):
     refused: ClassVar = (
         ({"choose_by": (torch.ones(3).double(),)}, "expected 4 temperatures, got (3,)"),
         ({"sparse": None, "choose_by": None}, "ranks differ in temperatures"),
+        ({"sparse": WarmWithTensor()}, "expected one of these as a term, got Tensor"),
     )
 
     def options(self, masks, tensors):
