@@ -49,12 +49,15 @@ def random_tensors(batch: int, tokens: int, size: int = 4, heads: int = len(SLOP
     return tensors, torch.tensor(SLOPES[:heads])
 
 
-def random_log_decay(batch: int, tokens: int, heads: int = len(SLOPES)) -> Tensor:
+def random_log_decay(
+    batch: int, tokens: int, heads: int = len(SLOPES), chance: torch.Generator | None = None
+) -> Tensor:
     """Return random decays of tokens: from none to e^-40, and one of 16 empties a state."""
     strength = torch.tensor([0.0, 0.01, 1.0, 20.0], dtype=torch.float64)
-    chosen = strength[torch.randint(4, (batch, tokens, heads))]
-    empties = torch.rand(batch, tokens, heads) < 1 / 16
-    found = -chosen * 2 * torch.rand(batch, tokens, heads, dtype=torch.float64)
+    chosen = strength[torch.randint(4, (batch, tokens, heads), generator=chance)]
+    empties = torch.rand(batch, tokens, heads, generator=chance) < 1 / 16
+    found = torch.rand(batch, tokens, heads, dtype=torch.float64, generator=chance)
+    found = -chosen * 2 * found
     return found.masked_fill(empties, -torch.inf)
 
 

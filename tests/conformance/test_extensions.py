@@ -27,6 +27,7 @@ from bmt_burst import (
     SequenceParallel,
     Slice,
     burst_attn_func,
+    lightning_attn_func,
     simulate,
     strategies,
 )
@@ -34,19 +35,26 @@ from bmt_burst.bias import areas
 from bmt_burst.bias.extension import Bias
 from bmt_burst.blocks.extension import BlockChoice
 from bmt_burst.extensions import read_extension, write_extension
+from bmt_burst.lightning.memory import Lightning
+from bmt_burst.lightning.rates import Slopes
 from bmt_burst.nn import BurstAttention
 from bmt_burst.scores import BY_DISTANCE
 from bmt_burst.sparse import choose
 from bmt_burst.strategies.extension import Extension
 from examples.moba import MoBA
 from tests.cases import made_layout, random_qkv
+from tests.lightning import SLOPES, random_log_decay, recurrence
 from tests.rings import ring_arguments
 from tests.temperatures import Warm
 
 HEADS, SIZE, SCALE = 4, 8, 8**-0.5
 CLOSE = 1e-10  # sums of some hundred products of numbers near 1, in float64
 TABLE = torch.randn(11, HEADS, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+RATES = torch.tensor(SLOPES)
+LOG_DECAY = random_log_decay(2, 61, HEADS, torch.Generator().manual_seed(1))
 SINKS = torch.linspace(-1, 1, HEADS, dtype=torch.float64)
+DIMS = {"lse": 2, "dlse": 2} | dict.fromkeys(("q", "k", "v", "log_decay", "out", "dout"), 1)
+"""The dims of tokens, for tensors that ranks have shards of."""
 
 
 class Case:
@@ -55,17 +63,18 @@ class Case:
     Tensors are those of one call by name: q (B, T, H, D), k and v (B, T, G, D), those of `learned`,
     and perhaps sinks (H,).
 
-    extension  what messages call by its name
+    extension  what messages call by its name, and what has parts of attention that is no softmax
     tokens     of a sequence in which all that the extension does occurs
     edge       tokens of a document from which on its computation changes
     kv_heads   G
-    learned    tensors besides q, k and v that have gradients
+    learned    tensors besides q, k and v that have gradients. Those in DIMS have two rows.
     refused    options that exclude it, with what the error says
     has_parts  whether there are chunks, prompts and new tokens of it
     holds_nan  whether its kernel on CPUs keeps NaN in a document
+    is_softmax whether there are lse, sinks, strategies, padded masks and striped layouts of it
     """
 
-    extension: Extension
+    extension: Extension | Lightning
     tokens: int
     edge: int
     kv_heads: int = 2
@@ -73,6 +82,7 @@ class Case:
     refused: ClassVar[Sequence[tuple[dict[str, Any], str]]] = ()
     has_parts: bool = False
     holds_nan: bool = True
+    is_softmax: ClassVar[bool] = True
 
     def options(self, masks: Mask | list[Mask], tensors: dict[str, Tensor]) -> dict[str, Any]:
         """Return the options of burst_attn_func for a mask, or for one of each row."""
@@ -261,6 +271,63 @@ class Warmed(Case):
         return scores.masked_fill(~mask.dense(), -torch.inf)
 
 
+@dataclass(frozen=True, eq=False)
+class Recurrent(Case):
+    """Lightning attention, with these slopes or with a log_decay of each token."""
+
+    slopes: Slopes
+    tokens: int = 61
+    edge: int = 16  # the tokens of a chunk
+    kv_heads: int = HEADS
+    has_parts: bool = True
+    is_softmax: ClassVar = False
+
+    @property
+    def extension(self):
+        return Lightning(self.slopes, SCALE)
+
+    @property
+    def learned(self):
+        return {} if self.slopes else {"log_decay": LOG_DECAY}
+
+    @property
+    def refused(self):
+        tokens, log_decay = self.tokens, torch.zeros(1)
+        seen_by_all = Slice((0, tokens), (0, 2)), Slice((2, tokens), (2, tokens), 0)
+        padded = (Mask(tokens, (Slice(x, x, 0),)) for x in ((1, tokens), (0, tokens - 1)))
+        padding = "see nothing: make such padding a document of its own, with {} and {} among"
+        return (
+            ({"mask": Mask.window(tokens, 3)}, "causal documents"),
+            ({"mask": Mask.documents((0, 4, tokens), causal=False)}, "causal documents"),
+            ({"mask": Mask(tokens, seen_by_all)}, "causal documents"),
+            ({"mask": next(padded)}, padding.format(0, 1)),
+            ({"mask": next(padded)}, padding.format(tokens - 1, tokens)),
+            ({"softcap": 2.0}, "no softmax"),
+            ({"sinks": SINKS}, "no softmax"),
+            ({"strategy": "ulysses"}, "no strategies such as ulysses"),
+            ({"slopes": None, "log_decay": None}, "expected slopes, or log_decay of each token"),
+            ({"slopes": RATES, "log_decay": log_decay}, "or log_decay of each token, got both"),
+            ({"slopes": RATES / 2, "log_decay": None}, "ranks differ in slopes"),
+            ({"scale": 2.0}, "ranks differ in scale"),
+            ({"mask": Mask.documents((0, 3, tokens))}, "ranks differ in mask"),
+            ({"layout": "contiguous"}, "ranks differ in layout"),
+        )
+
+    def define(self, mask, tensors):
+        rates, begins = tensors.get("log_decay", RATES), {s.q[0] for s in mask.slices}
+        return {"out": recurrence(*(tensors[x] for x in "qkv"), rates, SCALE, [begins])}
+
+    def call(self, masks, tensors, **options):
+        slopes, log_decay = RATES if self.slopes else None, tensors.get("log_decay")
+        given = {"slopes": slopes, "log_decay": log_decay, "scale": SCALE}
+        qkv = (tensors[x] for x in "qkv")
+        return {"out": lightning_attn_func(*qkv, **given | {"mask": masks} | options)}
+
+    def call_part(self, part, mask, tensors):
+        given = [tensors[x] for x in ("q", "k", "v", *self.learned)]
+        return part.mix(0, self.extension, *given)
+
+
 MOBA = MoBA(block_size=4, topk=2)
 INFLLM = InfLLMV2(block_size=8, kernel_size=4, kernel_stride=2, window_size=8, topk=2, dense_len=-1)
 CASES = {
@@ -269,9 +336,12 @@ CASES = {
     "bias": Biased(HEADS),
     "bias of groups": Biased(2),
     "temperatures": Warmed(),
+    "lightning": Recurrent(tuple(RATES.tolist())),
+    "lightning by tokens": Recurrent(None),
 }
 KINDS = "one", "odd", "borders", "padded"
-LAYOUTS = "zigzag", "balanced", "striped", "contiguous"
+LAYOUTS = "zigzag", "balanced", "contiguous", "striped"
+RANKS = 1, 2, 3, 4, 8
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 
@@ -281,6 +351,7 @@ def cases(condition: Callable[[Case], bool]) -> Any:
 
 
 each_choice = cases(lambda case: isinstance(case, Chosen))
+each_softmax = cases(lambda case: case.is_softmax)
 
 
 @pytest.fixture(autouse=True)
@@ -290,24 +361,30 @@ def _short_areas(monkeypatch):
 
 def documents(case: Case, kind: str) -> Mask:
     """Return a mask of one document, of odd ones, of ones at the borders of chunks of 16, of two
-    with tokens of none, or of ones about as long as the edge.
+    with padding, which is tokens of none or else documents, or of ones about as long as the edge.
     """
     tokens = case.tokens
-    if kind == "padded":
+    if kind == "padded" and case.is_softmax:
         spans = (0, tokens - 20), (tokens - 16, tokens - 3)
         return Mask(tokens, tuple(Slice(span, span, low=0) for span in spans))
     if kind == "edges":
         lengths = case.edge - 1, 1, case.edge, case.edge + 1, 3, 2 * case.edge - 1
         return Mask.documents([*itertools.accumulate(lengths, initial=0)])
-    cuts = {"one": [], "odd": [5, 9, tokens // 2 + 3], "borders": [16, 32]}[kind]
-    return Mask.documents((0, *cuts, tokens))
+    cuts = {
+        "one": [],
+        "odd": [5, 9, tokens // 2 + 3],
+        "borders": [16, 32],
+        "padded": [tokens - 20, tokens - 16, tokens - 3],
+    }
+    return Mask.documents((0, *cuts[kind], tokens))
 
 
 def make_tensors(case: Case, tokens: int, batch: int = 1, sinks: bool = True) -> dict[str, Tensor]:
     """Return the tensors of a call, and the gradients dout and dlse of its results."""
     q, k, v, dout = random_qkv(batch, tokens, HEADS, case.kv_heads, SIZE)
     named = {"q": q, "k": k, "v": v, "dout": dout, "dlse": dout[..., 0].transpose(1, 2)}
-    return named | case.learned | ({"sinks": SINKS} if sinks else {})
+    learned = {x: y[:batch] if x in DIMS else y for x, y in case.learned.items()}
+    return named | learned | ({"sinks": SINKS} if sinks and case.is_softmax else {})
 
 
 def find_leaves(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -343,27 +420,26 @@ def over_ranks(
     **options: Any,
 ) -> dict[str, Tensor]:
     """Return the whole results and gradients of simulated ranks, `inner` of them a host."""
-    dims = {"lse": 2, "dlse": 2} | dict.fromkeys(("q", "k", "v", "out", "dout"), 1)
 
     def work(ring):
-        own = {
-            x: layout.shard(y, ring.rank, dims[x]) if x in dims else y for x, y in tensors.items()
-        }
+        own = shard(layout, ring.rank, tensors)
         leaves, groups = find_leaves(own), ring_arguments(ring, inner or ring.size)
         return differentiate(
             case.call(masks, leaves, layout=layout, **groups, **options), leaves, own
         )
 
-    return join_results(layout, simulate(layout.size, work), dims)
+    return join_results(layout, simulate(layout.size, work))
 
 
-def join_results(
-    layout: Layout, results: Sequence[dict[str, Tensor]], dims: dict[str, int]
-) -> dict[str, Tensor]:
-    """Return whole tensors of all ranks' results: shards along `dims`, and shares of sums."""
+def shard(layout: Layout, rank: int, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {x: layout.shard(y, rank, DIMS[x]) if x in DIMS else y for x, y in tensors.items()}
+
+
+def join_results(layout: Layout, results: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Return whole tensors of all ranks' results: shards along DIMS, and shares of sums."""
     return {
-        name: layout.unshard([x[name] for x in results], dims[name])
-        if name in dims
+        name: layout.unshard([x[name] for x in results], DIMS[name])
+        if name in DIMS
         else sum(x[name] for x in results)
         for name in results[0]
     }
@@ -376,19 +452,33 @@ def check_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 @each_case
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_whole_sequences(case, ranks, kind):
     """Each number of ranks meets each layout. Some rings are double, and some spans are short."""
     number, mask = KINDS.index(kind), documents(case, kind)
-    layout = made_layout(LAYOUTS[(number + ranks) % 4], mask, ranks)
-    options = {"strategy": "all-gather"} if number % 2 else {"group_bytes": 3000}
-    options |= {"inner": 2} if ranks in (4, 8) and number < 2 else {}
+    layouts = LAYOUTS if case.is_softmax else LAYOUTS[:-1]
+    layout = made_layout(layouts[(number + ranks) % len(layouts)], mask, ranks)
+    options = {"inner": 2} if ranks in (4, 8) and number < 2 else {}
+    if case.is_softmax:
+        options |= {"strategy": "all-gather"} if number % 2 else {"group_bytes": 3000}
     found = over_ranks(case, layout, mask, make_tensors(case, case.tokens, sinks=False), **options)
     check_close(found, expected_of(case, kind, sinks=False))
 
 
-@each_case
+@cases(lambda case: not case.is_softmax)
+def test_striped_layouts_are_refused_without_softmax(case):
+    layout, tensors = Layout.striped(case.tokens, 2), make_tensors(case, case.tokens)
+
+    def work(ring):
+        own = shard(layout, ring.rank, tensors)
+        with pytest.raises(ValueError, match=r"consecutive tokens, got .*striped.*layout='zigzag'"):
+            case.call(documents(case, "one"), own, layout=layout, process_group=ring)
+
+    simulate(2, work)
+
+
+@each_softmax
 @pytest.mark.parametrize("strategy", strategies.names())
 def test_strategies(case, strategy):
     """Those that cannot plan it refuse it by its name."""
@@ -414,16 +504,15 @@ def test_rows_have_documents_of_their_own(case):
         own = {x: y[row : row + 1] if len(y) == 2 else y for x, y in tensors.items()}
         leaves = find_leaves(own)
         each.append(differentiate(case.define(mask, leaves), leaves, own))
-    batched = ("q", "k", "v", "out", "lse")
     expected = {
-        x: torch.cat([row[x] for row in each]) if x in batched else sum(row[x] for row in each)
+        x: torch.cat([row[x] for row in each]) if x in DIMS else sum(row[x] for row in each)
         for x in each[0]
     }
     check_close(over_ranks(case, Layout.zigzag(case.tokens, 3), masks, tensors), expected)
 
 
 @cases(lambda case: case.has_parts)
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("kind", ["odd", "borders"])
 def test_chunks(case, ranks, kind):
     """Forward and backward, with documents across, at and within borders of chunks."""
@@ -440,19 +529,17 @@ def test_chunks(case, ranks, kind):
             found.insert(0, differentiate(results, leaves, own))
         return chunks.layout, {
             x: torch.cat([part[x] for part in found], 1)
-            if x in dims
+            if x in DIMS
             else sum(part[x] for part in found)
             for x in found[0]
         }
 
-    dims = dict.fromkeys(("q", "k", "v", "out"), 1)
     layouts, results = zip(*simulate(ranks, work), strict=True)
-    check_close(join_results(layouts[0], results, dims), expected_out_of(case, kind))
+    check_close(join_results(layouts[0], results), expected_out_of(case, kind))
 
 
 def cut(tensors: dict[str, Tensor], chunk: Any) -> dict[str, Tensor]:
-    sharded = ("q", "k", "v", "dout")
-    return {x: chunk.shard(y) if x in sharded else y for x, y in tensors.items() if x != "dlse"}
+    return {x: chunk.shard(y) if x in DIMS else y for x, y in tensors.items() if x != "dlse"}
 
 
 @functools.cache
@@ -465,19 +552,22 @@ def expected_out_of(case: Case, kind: str) -> dict[str, Tensor]:
 
 
 @cases(lambda case: case.has_parts)
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_prompts_and_new_tokens(case, ranks):
-    """New tokens one at a time and several at once, after a prompt that ends within a block."""
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("new", [24, None])
+def test_prompts_and_new_tokens(case, ranks, new):
+    """New tokens one at a time and several at once, after a prompt that ends within a block, or
+    after none.
+    """
     mask, tensors = documents(case, "one"), make_tensors(case, case.tokens)
-    prompt = case.tokens - 24
+    prompt = case.tokens - (new or case.tokens)
 
     def work(ring):
         cache, found = Cache(share(ring), 1, case.tokens), []
         with torch.no_grad():
-            for chunk in cache.prefill(prompt, 16):
+            for chunk in cache.prefill(prompt, 16) if prompt else ():
                 case.call_part(chunk, mask, cut(span_of(tensors, 0, prompt), chunk))
-            for span in ((0, 1), (1, 13), (13, 24)):
-                own = span_of(tensors, *(prompt + at for at in span))
+            for span in itertools.pairwise((prompt, prompt + 1, prompt + 13, case.tokens)):
+                own = span_of(tensors, *span)
                 found.append(case.call_part(cache, mask, own))
         return torch.cat(found, 1)
 
@@ -487,11 +577,13 @@ def test_prompts_and_new_tokens(case, ranks):
 
 
 def share(ring: Any) -> SequenceParallel:
-    return SequenceParallel(ring.rank, ring.size, process_group=ring)
+    """Return a rank's place. Four ranks are two hosts."""
+    groups = {"process_group": None} | ring_arguments(ring, 2 if ring.size == 4 else ring.size)
+    return SequenceParallel(ring.rank, ring.size, **groups)
 
 
 def span_of(tensors: dict[str, Tensor], start: int, stop: int) -> dict[str, Tensor]:
-    return {x: y[:, start:stop] if x in ("q", "k", "v", "dout") else y for x, y in tensors.items()}
+    return {x: y[:, start:stop] if x in DIMS else y for x, y in tensors.items() if x != "dlse"}
 
 
 @cases(lambda case: not case.has_parts)
@@ -521,33 +613,41 @@ def test_parts_are_refused_by_name_on_all_ranks(case):
 
 @cases(lambda case: case.holds_nan)
 def test_nan_stays_in_its_document(case):
-    half, layout = case.tokens // 2, Layout.zigzag(case.tokens, 2)
-    mask = Mask.documents((0, half, case.tokens))
+    """It reaches neither the documents before nor those after it, on the same ranks or others."""
+    mask, layout = documents(case, "odd"), Layout.zigzag(case.tokens, 3)
     tensors = make_tensors(case, case.tokens, sinks=False)
-    broken = {x: y.clone() for x, y in tensors.items()}
-    for x in ("q", "k", "v", "dout"):
-        broken[x][:, :half] = torch.nan
-    clean, found = (over_ranks(case, layout, mask, given) for given in (tensors, broken))
-    assert found["out"][:, :half].isnan().all()
-    for x in ("out", "q", "k", "v"):
-        assert found[x][:, half:].equal(clean[x][:, half:])
+    clean = over_ranks(case, layout, mask, tensors)
+    for start, stop in mask.parts[1:3]:
+        broken = {x: y.clone() for x, y in tensors.items()}
+        for x in broken.keys() & DIMS:
+            broken[x].narrow(DIMS[x], start, stop - start).fill_(torch.nan)
+        found = over_ranks(case, layout, mask, broken)
+        assert found["out"][:, start:stop].isnan().all()
+        others = torch.tensor([at for at in range(case.tokens) if not start <= at < stop])
+        for x in found.keys() & DIMS:
+            one, other = (each[x].index_select(DIMS[x], others) for each in (found, clean))
+            assert one.equal(other), x
 
 
 @each_case
 def test_what_excludes_it_is_refused_on_all_ranks(case):
-    """One rank passes it. The others name this rank and its error."""
+    """One rank passes it. The others name this rank and its error. Then all ranks can go on."""
     layout, mask = Layout.zigzag(case.tokens, 2), documents(case, "one")
     tensors = make_tensors(case, case.tokens, sinks=False)
-    for options, message in case.refused:
 
-        def work(ring, options=options):
-            own = {x: layout.shard(tensors[x], ring.rank) for x in "qkv"} | case.learned
+    def work(ring):
+        own, texts = shard(layout, ring.rank, tensors), []
+        for options, _ in case.refused:
             with pytest.raises((ValueError, TypeError)) as caught:
                 case.call(mask, own, process_group=ring, **(options if ring.rank else {}))
-            return str(caught.value)
+            texts.append(str(caught.value))
+        return texts, case.call(mask, own, process_group=ring)
 
-        texts = simulate(2, work)
-        assert all(message in text for text in texts), texts
+    expected = expected_of(case, "one", sinks=False)["out"]
+    texts, results = zip(*simulate(2, work), strict=True)
+    for (_, message), *found in zip(case.refused, *texts, strict=True):
+        assert all(message in text for text in found), found
+    check_close({"out": layout.unshard([x["out"] for x in results])}, {"out": expected})
 
 
 @each_choice
