@@ -166,7 +166,7 @@ FAULTS = [
         "bmt_burst/lightning/segments.py",
         "edge = [Faded(~enters[document], at - document)]",
         "edge = [Faded(~enters[document], 0)]",
-        "tests/test_parts.py",
+        "tests/conformance/test_extensions.py",
     ),
     Fault(
         "states: a second run that differs is not found",

@@ -175,25 +175,6 @@ def test_chunks_equal_the_recurrence(tokens_choose, monkeypatch):
         assert worst_error(got, expected) < EXACT, (seed, size, inner, masks, most, layout)
 
 
-CASES = {
-    "across": [cut(0, 48)],
-    "at borders": [cut(0, 16, 32, 48)],
-    "across one and at another": [cut(0, 32, 48)],
-    "several in a chunk": [cut(0, 5, 9, 17, 18, 30, 32, 47, 48)],
-    "different rows": [cut(0, 16, 48), cut(0, 20, 48), cut(0, 7, 32, 40, 48)],
-}
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("case", CASES)
-def test_documents_and_borders(case, size):
-    masks = CASES[case]
-    tensors, slopes = random_tensors(len(masks), 48)
-    expected = expected_results(tensors, slopes, SCALE, masks)
-    got, _ = in_chunks(size, masks, 16, tensors, slopes)
-    assert worst_error(got, expected) < EXACT
-
-
 def test_single_precision():
     tensors, slopes = random_tensors(1, 96, 8)
     rounded = [x.float() for x in tensors]

@@ -1,5 +1,6 @@
-"""Each kind of layer in each part of a sequence, on each number of ranks: equal to one process that
-computes the whole sequence densely, in float64.
+"""Softmax layers of each kind in each part of a sequence, on each number of ranks: equal to one
+process that computes the whole sequence densely, in float64. tests/conformance/test_extensions.py
+has those of extensions and of lightning attention.
 """
 
 from __future__ import annotations
@@ -12,12 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from bmt_burst import Cache, Chunks, InfLLMV2, Layout, Mask, SequenceParallel, alibi_slopes
+from bmt_burst import Cache, Chunks, InfLLMV2, Layout, Mask, SequenceParallel
 from bmt_burst.extensions import find_kind
 from bmt_burst.lightning.memory import Lightning
 from bmt_burst.nn import find_part
 from bmt_burst.sparse import choose
-from tests.lightning import random_log_decay, recurrence
 from tests.test_chunks import on_ranks
 
 EXACT = 1e-10
@@ -33,26 +33,20 @@ KINDS = {
     "softmax": {},
     "window": {"window": 11},
     "sinks and a soft cap": {"softcap": 2.0, "sinks": True},
-    "sparse": {"sparse": CHOICE},
     "sparse by other keys": {"sparse": InfLLMV2(8, 4, 2, 1, 16, 3, -1, True)},
-    "lightning": None,
-    "lightning by tokens": None,
 }
 RANKS = (1, 2, 3, 4, 8)
 
 
 def make_tensors(name: str, batch: int = 1) -> dict[str, Tensor]:
     chance = torch.Generator().manual_seed(3)
-    groups = HEADS if KINDS[name] is None else GROUPS
-    heads = {"q": HEADS, "k": groups, "v": groups, "dout": HEADS}
+    heads = {"q": HEADS, "k": GROUPS, "v": GROUPS, "dout": HEADS}
     if name == "sparse by other keys":
-        heads |= {"by_q": HEADS, "by_k": groups}
+        heads |= {"by_q": HEADS, "by_k": GROUPS}
     shapes = {x: (batch, TOKENS, count, SIZE) for x, count in heads.items()}
     made = {
         x: torch.randn(shape, dtype=torch.float64, generator=chance) for x, shape in shapes.items()
     }
-    if name == "lightning by tokens":
-        made["log_decay"] = random_log_decay(batch, TOKENS, HEADS)
     if name == "sinks and a soft cap":
         made["sinks"] = torch.randn(HEADS, dtype=torch.float64, generator=chance)
     return made
@@ -60,10 +54,6 @@ def make_tensors(name: str, batch: int = 1) -> dict[str, Tensor]:
 
 def make_kind(name: str, tensors: dict[str, Tensor]):
     """Return a kind, and a function of `cut` that returns what it takes besides q, k and v."""
-    if name == "lightning by tokens":
-        return Lightning(None), lambda cut: (cut(tensors["log_decay"]),)
-    if name == "lightning":
-        return Lightning(tuple(alibi_slopes(HEADS).tolist())), lambda cut: ()
     options = {x: y for x, y in KINDS[name].items() if x not in ("window", "sinks")}
     more = [tensors[x] for x in ("by_q", "by_k") if x in tensors]
     if more:
@@ -73,27 +63,18 @@ def make_kind(name: str, tensors: dict[str, Tensor]):
 
 
 def compute_densely(name: str, tensors: dict[str, Tensor], mask: Mask) -> list[Tensor]:
-    """Return out and the gradients of q, k, v and log_decay or sinks, by softmax or recurrence
-    written out.
-    """
-    names = ("q", "k", "v", "log_decay", "sinks")
-    leaves = {x: tensors[x].clone().requires_grad_() for x in names if x in tensors}
+    """Return out and the gradients of q, k, v and sinks, by softmax written out."""
+    leaves = {x: tensors[x].clone().requires_grad_() for x in (*"qkv", "sinks") if x in tensors}
     q, k, v = (leaves[x] for x in "qkv")
-    if KINDS[name] is None:
-        borders = [{s.q[0] for s in mask.slices}] * len(q)
-        rates = leaves.get("log_decay", alibi_slopes(HEADS))
-        out = recurrence(q, k, v, rates, SIZE**-0.5, borders)
-    else:
-        seen = find_pairs(name, tensors, mask)
-        k, v = (x.repeat_interleave(HEADS // GROUPS, 2) for x in (k, v))
-        scores = torch.einsum("bshd,bthd->bhst", q, k) * SIZE**-0.5
-        if cap := KINDS[name].get("softcap"):
-            scores = cap * torch.tanh(scores / cap)
-        scores = scores.masked_fill(~seen, -torch.inf)
-        if "sinks" in leaves:
-            sinks = leaves["sinks"].view(1, -1, 1, 1).expand(len(q), -1, TOKENS, 1)
-            scores = torch.cat((scores, sinks), 3)
-        out = torch.einsum("bhst,bthd->bshd", scores.softmax(3)[..., :TOKENS], v)
+    k, v = (x.repeat_interleave(HEADS // GROUPS, 2) for x in (k, v))
+    scores = torch.einsum("bshd,bthd->bhst", q, k) * SIZE**-0.5
+    if cap := KINDS[name].get("softcap"):
+        scores = cap * torch.tanh(scores / cap)
+    scores = scores.masked_fill(~find_pairs(name, tensors, mask), -torch.inf)
+    if "sinks" in leaves:
+        sinks = leaves["sinks"].view(1, -1, 1, 1).expand(len(q), -1, TOKENS, 1)
+        scores = torch.cat((scores, sinks), 3)
+    out = torch.einsum("bhst,bthd->bshd", scores.softmax(3)[..., :TOKENS], v)
     return [out.detach(), *torch.autograd.grad(out, leaves.values(), tensors["dout"])]
 
 
@@ -106,20 +87,18 @@ def find_pairs(name: str, tensors: dict[str, Tensor], mask: Mask) -> Tensor:
     sparse = KINDS[name].get("sparse")
     if sparse is None:
         return seen.expand(1, 1, TOKENS, TOKENS)
-    by = (tensors.get("by_q", tensors["q"]), tensors.get("by_k", tensors["k"]))
-    chosen = choose(*by, mask, dataclasses.replace(sparse, use_nope=False)).long()
+    given = dataclasses.replace(sparse, use_nope=False)
+    chosen = choose(tensors["by_q"], tensors["by_k"], mask, given).long()
     blocks = (at - starts) // sparse.block_size  # of keys, each in its own document
     taken = (chosen.unsqueeze(-1) == blocks).any(-2).transpose(1, 2)  # (B, G, S, S)
     return seen & taken.repeat_interleave(HEADS // GROUPS, 1)
 
 
 def differentiate(part, layer, kind, tensors, more, cut) -> list[Tensor]:
-    """Return out, dq, dk, dv and the gradient of log_decay, or the share of the gradient of sinks,
-    of this rank's tokens.
-    """
+    """Return out, dq, dk, dv and the share of the gradient of sinks, of this rank's tokens."""
     qkv = [cut(tensors[x]).requires_grad_() for x in "qkv"]
     others = [*more(cut)]
-    if "sinks" in tensors or "log_decay" in tensors:
+    if "sinks" in tensors:
         others[0] = others[0].clone().requires_grad_()
     out = part.mix(layer, kind, *qkv, *others)
     leaves = qkv + [x for x in others if x is not None and x.requires_grad]
@@ -140,9 +119,8 @@ def in_chunks(sp, kind, tensors, more, mask):
     for chunk in chunks.backward():
         # a backward of its own, since autograd.grad in a chunk is one, too
         found.insert(0, differentiate(chunk, 0, kind, tensors, more, chunk.shard))
-    count = 4 + ("log_decay" in tensors)
-    joined = [torch.cat(x, 1) for x in zip(*(each[:count] for each in found), strict=True)]
-    return chunks.layout, [*joined, *map(sum, zip(*(each[count:] for each in found), strict=True))]
+    joined = [torch.cat(x, 1) for x in zip(*(each[:4] for each in found), strict=True)]
+    return chunks.layout, [*joined, *map(sum, zip(*(each[4:] for each in found), strict=True))]
 
 
 @pytest.mark.parametrize("borders", BORDERS)
@@ -156,8 +134,7 @@ def test_training_is_that_of_one_dense_process(compute, name, size, borders):
     results = on_ranks(size, lambda sp: compute(sp, kind, tensors, more, mask))
     layout = results[0][0]
     parts = [*zip(*(found for _, found in results), strict=True)]
-    count = 4 + ("log_decay" in tensors)
-    got = [layout.unshard(part) for part in parts[:count]] + [sum(part) for part in parts[count:]]
+    got = [layout.unshard(part) for part in parts[:4]] + [sum(part) for part in parts[4:]]
     for mine, exact in zip(got, expected, strict=True):
         assert (mine - exact).abs().max() < EXACT
 
