@@ -178,8 +178,8 @@ def take_steps(run: Rehearsal, rank: int, strategy: str, side: str | None) -> No
     sp = imagine_ranks(rank, run.size, run.inner, side)
     if run.layout != "auto":
         sp = sp.with_layout(run.layout)
-    with device:
-        model = CPM(run.small, sp, **run.attention | {"strategy": strategy}).to(run.dtype)
+    # not within `device`: torch looks for its own torch.empty there, which is replaced meanwhile
+    model = CPM(run.small, sp, **run.attention | {"strategy": strategy}).to(device, run.dtype)
     for mixer in (block.self_attn for block in model.layers):
         if isinstance(mixer, BurstAttention):  # as many stages and passes as in the run
             count = mixer.kind.group_bytes * run.tokens // run.seq_len
