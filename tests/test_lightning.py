@@ -148,6 +148,26 @@ def test_inputs_may_be_views_of_packed_ones():
         assert worst_error([got], [dpacked]) < EXACT
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_calls_share_nothing_and_a_backward_may_run_again(size):
+    """With retain_graph, and after the forward and backward of another call."""
+    layout, (tensors, _) = Layout.zigzag(40, size), random_tensors(1, 40)
+    whole = [*tensors, random_log_decay(1, 40), random_log_decay(1, 40)]
+
+    def work(ring):
+        *qkv, dout, own, other = (layout.shard(x, ring.rank).requires_grad_() for x in whole)
+        one, two = (
+            lightning_attn_func(*qkv, log_decay=x, process_group=ring) for x in (own, other)
+        )
+        leaves = [*qkv, own]
+        first = torch.autograd.grad(one, leaves, dout, retain_graph=True)
+        two.sum().backward()
+        again = torch.autograd.grad(one, leaves, dout)
+        assert all(x.equal(y) for x, y in zip(first, again, strict=True))
+
+    simulate(size, work)
+
+
 @pytest.mark.parametrize("size", [1, 4])
 @pytest.mark.parametrize("slope", [0.0, 1 / 256, 20.0, 1e30, 3e38])
 def test_no_slope_overflows(size, slope):

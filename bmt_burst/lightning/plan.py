@@ -192,5 +192,6 @@ class PlannedLightning(torch.autograd.Function):
             return *grads, rates.gradient
 
         grads = run_agreed(rings, doing, begin, compute)
-        ctx.past = None  # a loss that is still held would hold all states
+        if ctx.has_past:  # a whole sequence may have another backward
+            ctx.past = None  # a loss that is still held would hold all states
         return *grads, None, None, None, None
