@@ -17,7 +17,7 @@ from bmt_burst.base.registry import Registry
 from bmt_burst.fused import torch_passes, triton_passes
 from bmt_burst.lightning import kernels as lightning_kernels
 from models.config import LIGHTNING
-from tests.test_warming import changed, fake_kernel, note, random_ends
+from tests.test_warming import RING, changed, fake_kernel, note, random_ends
 from train.planning import warming
 from train.planning.warming import Rehearsal
 
@@ -49,7 +49,7 @@ if __name__ == "__main__":
     warming._TOKENS = 1024
     of_model = {"head_dim": 16, "num_layers": 2, "attention_gate": True}
     mixers = {"mixers": ("attention", LIGHTNING)}
-    shape = {"size": 2, "inner": 2, "seq_len": 1 << 12}
+    shape = {"size": 2, "inner": 2, "seq_len": 1 << 12, "attention": RING}
     runs = [changed(**of_model, **mixers, **shape), changed(**of_model, **shape, chunks=3)]
     found = [note(run) for run in runs]
     compiled = [{key for key in jobs if isinstance(key, str)} for jobs in found]
