@@ -334,6 +334,7 @@ RUNNERS: dict[str, tuple[type[Transport], Callable[[], dict[str, str]]]] = {
 }
 ELSEWHERE = {
     "Alone": "here, since it has no peers",
+    "ImaginedRing": "tests/test_memory.py and tests/test_warming.py, since its peers send nothing",
     "BMTrainTransport": "tests/test_bmtrain.py and tests/test_gpu_train.py, since it needs GPUs",
 }
 CASES = [(ring, check) for ring in RUNNERS for check in CHECKS] + [
