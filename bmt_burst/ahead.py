@@ -158,7 +158,7 @@ def compile_kernels(
 
     Raises the error of a process, and OSError as `find_folders`. It ends its processes.
     """
-    marks = [folder / _name_mark(arguments, modules) for folder in find_folders()]
+    marks = [folder / _name_mark(steps, arguments, tokens, modules) for folder in find_folders()]
     if all(mark.exists() and mark.stat().st_size for mark in marks):
         yield int(marks[0].read_text())
         return
@@ -183,9 +183,15 @@ def compile_kernels(
     yield len(jobs)
 
 
-def _name_mark(arguments: Sequence[tuple[Any, ...]], modules: Sequence[str]) -> str:
+def _name_mark(
+    steps: Callable[..., None],
+    arguments: Sequence[tuple[Any, ...]],
+    tokens: int,
+    modules: Sequence[str],
+) -> str:
     """Return the name of a file next to the kernels, by all that they are compiled from."""
-    facts = [repr(arguments), torch.cuda.get_device_name(), sys.version]
+    facts = [f"{steps.__module__}.{steps.__qualname__}", repr((arguments, tokens))]
+    facts += [torch.cuda.get_device_name(), sys.version]
     facts += sorted(
         f"{x.name} {x.version}" for x in metadata.distributions() if x.name in _PACKAGES
     )

@@ -257,8 +257,13 @@ def call_once(place):
     )
 
 
-def compile_calls(*places):
-    counts = [*ahead.compile_kernels(call_once, [(place,) for place in places], 300)]
+def call_again(place):
+    """Other steps with the same arguments."""
+    call_once(place)
+
+
+def compile_calls(*places, steps=call_once, tokens=300):
+    counts = [*ahead.compile_kernels(steps, [(place,) for place in places], tokens)]
     return counts[-1], len(counts)
 
 
@@ -267,7 +272,11 @@ def test_kernels_are_compiled_once(folder):
     assert compile_calls(place, place)[0] == 1
     assert (folder / "calls").read_text() == "(1, 300, 2, 64)\n", "the noted call launched nothing"
     assert compile_calls(place, place) == (1, 1), "marks say that it is on disk"
-    [mark] = (folder / "fa4").iterdir()
+    [first] = [mark.name for mark in (folder / "fa4").iterdir()]
+    assert compile_calls(place, place, tokens=400)[1] > 1, "of longer sequences there may be more"
+    assert compile_calls(place, place, steps=call_again)[1] > 1
+    assert compile_calls(place, place) == (1, 1)
+    [mark] = [x for x in (folder / "fa4").iterdir() if x.name == first]
     mark.unlink()  # as where the kernels were removed
     assert compile_calls(place, place)[1] > 1
     with pytest.raises(RuntimeError, match="out of memory"):
