@@ -159,7 +159,7 @@ class TrainConfig(RunSettings, OptimizerSettings, ParallelSettings, DataSettings
         """Return the fields of --accept-field with their values. Raises ValueError or OSError."""
         if not self.accepted_names:
             return {}
-        assert self.model_file is not None, "check_settings refuses the others"
+        assert self.model_file is not None, "_check_needs refuses the others"
         values = read_json(self.model_file)
         if missing := [name for name in self.accepted_names if name not in values]:
             raise ValueError(
