@@ -231,7 +231,7 @@ class CPM(SequenceParallelModule):
             _check_wanted([name for name, is_wanted in wanted.items() if is_wanted], labels)
             _check_last(last, tokens.shape[1], labels)
         except (TypeError, ValueError) as error:
-            refuse(self.sp.rings, CALL, error)
+            refuse(part.sp.rings, CALL, error)  # of a model without sp, too
         x = self.embed_tokens(tokens) * self.config.scale_emb
         cos, sin = self._rope_tables(positions, part)
         x = self.saving.run_all(self.layers, x, cos, sin, part, keep=(cos, sin))

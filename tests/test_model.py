@@ -7,7 +7,15 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from bmt_burst import IGNORE_INDEX, Cache, InfLLMV2, SequenceParallel, shift_labels, simulate
+from bmt_burst import (
+    IGNORE_INDEX,
+    Cache,
+    InfLLMV2,
+    Mask,
+    SequenceParallel,
+    shift_labels,
+    simulate,
+)
 from bmt_burst.nn import BurstAttention, apply_rope, rope_tables
 from bmt_burst.offload import Offload
 from models.blocks import Saving
@@ -285,11 +293,14 @@ def test_wrong_wishes_for_results_raise_on_all_ranks(wanted, with_labels, messag
     labels = tokens if with_labels else None
 
     def work(ring):
-        model = CPM(SMALL, SequenceParallel(ring.rank, 2, process_group=ring))
-        wrong = {} if ring.rank else wanted  # on the first rank
-        with pytest.raises((TypeError, ValueError)) as caught:
-            model(tokens, torch.arange(5), labels, **wrong)
-        return str(caught.value)
+        sp = SequenceParallel(ring.rank, 2, process_group=ring)
+        wrong, said = {} if ring.rank else wanted, []  # on the first rank
+        sequence = sp.sequence(Mask.causal(10))
+        for model, of_ranks in ((CPM(SMALL, sp), None), (CPM(SMALL), sequence)):
+            with pytest.raises((TypeError, ValueError)) as caught:
+                model(tokens, torch.arange(5), labels, mask=of_ranks, **wrong)
+            said.append(str(caught.value))
+        return said
 
     for said in simulate(2, work):
-        assert message in said
+        assert all(message in text for text in said)
