@@ -112,7 +112,8 @@ def sample(rank: int) -> None:
         assert sharded.config._attn_implementation == "eager"
         found = sharded.generate(ids, **ends)
         loss = sharded(ids, labels=ids).loss
-        for wrong in ({"mask": Mask.causal(ids.shape[1])}, {"label_smoothing": 0.1}):
+        masks = Mask.causal(ids.shape[1]), torch.ones(ids.shape[1], ids.shape[1])
+        for wrong in (*({"mask": mask} for mask in masks), {"label_smoothing": 0.1}):
             with pytest.raises(ValueError, match=r"within plain a .*, which has no"):
                 sharded(ids, labels=ids, **wrong)
     assert found.equal(whole.generate(ids, **ends))

@@ -283,8 +283,10 @@ def _join_fused(out: Any, inputs: ForwardInputs) -> Any:
 
 def _refuse_in_plain(name: str, named: dict[str, Any]) -> None:
     """Raise ValueError for arguments that a model's own forward would take and ignore."""
-    for given in ("mask", "label_smoothing"):
-        if named.get(given) not in (None, 0):
+    mask, smoothing = named.get("mask"), named.get("label_smoothing")
+    # a mask may be a tensor, which has no truth value
+    for given, is_given in (("mask", mask is not None), ("label_smoothing", smoothing)):
+        if is_given:
             raise ValueError(
                 f"within plain a {name} computes as one of transformers', which has no {given}: "
                 "expected it outside of plain"
