@@ -166,7 +166,9 @@ def compile_kernels(
     room = int(gpus * free / 2**30 / _GIB_OF_PROCESS)
     processes = max(min(len(os.sched_getaffinity(0)), _MOST_PROCESSES, room), 1)
     context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+    others = multiprocessing.active_children()
     with context.Pool(processes, _begin, (gpus, *modules)) as pool:
+        workers = [x for x in multiprocessing.active_children() if x not in others]
         noting = [pool.apply_async(_note, (steps, x, tokens)) for x in arguments]
         jobs: dict[Hashable, Any] = {}
         while noting or not all(job.ready() for job in jobs.values()):
@@ -174,6 +176,9 @@ def compile_kernels(
                 noting.remove(noted)
                 new = {key: job for key, job in noted.get().items() if key not in jobs}
                 jobs |= {key: pool.apply_async(job) for key, job in new.items()}
+            for worker in workers:  # a pool would wait for the job of one that was killed
+                if worker.exitcode is not None:
+                    raise RuntimeError(f"a process ended with exit code {worker.exitcode}")
             yield len(jobs)
             time.sleep(_POLL_SECONDS)
         for job in jobs.values():

@@ -249,6 +249,8 @@ def call_once(place):
 
     if place is None:
         raise RuntimeError("out of memory")
+    if place == "killed":
+        os._exit(9)
     fa4.functions = lambda: (compute, compute)
     fake_kernel(setattr)
     q = torch.zeros(1, 300, 2, 64, dtype=torch.bfloat16)
@@ -281,6 +283,8 @@ def test_kernels_are_compiled_once(folder):
     assert compile_calls(place, place)[1] > 1
     with pytest.raises(RuntimeError, match="out of memory"):
         compile_calls(None)
+    with pytest.raises(RuntimeError, match="a process ended with exit code 9"):
+        compile_calls("killed")
     (folder / "file").touch()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_CACHE_DIR", str(folder / "file" / "triton"))
