@@ -49,7 +49,7 @@ _MODULES = (  # the kernels of steps depend on their code
     UPDATES,
     "train.planning.warming",
     "train.data.batches",
-    *(f"models.{name}" for name in ("cpm", "mixers", "linears", "blocks")),
+    *(f"models.{name}" for name in ("config", "cpm", "mixers", "linears", "blocks", "rope")),
 )
 _NOT_COMPILED = "kernels will be compiled in the steps that first need them"
 _MOST_SECONDS = 120.0
