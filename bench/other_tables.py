@@ -261,12 +261,18 @@ def chunks_table(rows: list[Row]) -> str:
     return table([*header, "beside no chunks", "GiB"], lines)
 
 
+def _attention(row: Row) -> str:
+    """Name the kinds of attention of a row's model."""
+    kind = "sparse" if row["sparse"] else "dense"
+    return f"lightning and {kind}" if PRESETS[row["model"]].mixers else kind
+
+
 def generation_table(rows: list[Row]) -> str:
     """Format the speed of prompts and of new tokens after them."""
     words = {"prefill": "prompt", "new": "{} new tokens", "decode": "one new token"}
     columns: dict[str, Column] = {
         "model": "model",
-        "attention": lambda row: "sparse" if row["sparse"] else "dense",
+        "attention": _attention,
         "GPUs": "gpus",
         "what": lambda row: words[row["case"]].format(row.get("new_tokens")),
         "tokens": lambda row: tokens(row["tokens"]),
