@@ -148,7 +148,7 @@ def compile_kernels(
     modules: Sequence[str] = (),
 ) -> Iterator[int]:
     """Compile the kernels of some steps, unless they are on disk. Yield how many were found so far,
-    until all are there.
+    until all are there: only once if they are on disk.
 
     steps      a function of a module, called with each of `arguments` on one of the first GPUs
     arguments  facts that have all of their values in their repr

@@ -306,6 +306,8 @@ def test_the_log_says_what_was_compiled_and_a_run_goes_on_without(folder, monkey
     [line] = start(lambda *_: iter((3, 14)))
     assert line.startswith("compiled 14 kernels in ")
     assert line.endswith(f"; kept in {folder}/triton and {folder}/fa4")
+    [line] = start(lambda *_: iter((14,)))
+    assert line == f"found 14 compiled kernels in {folder}/triton and {folder}/fa4"
     later = "kernels will be compiled in the steps that first need them: "
     assert start(fail) == [f"{later}no GPU"]
     [line] = start(lambda *_: iter((3, 14)), timeout=0.0)

@@ -242,12 +242,16 @@ def warm(
 def _compile(run: Rehearsal, watchdog: Watchdog) -> str:
     """Compile the kernels of a run. Return a line for the log."""
     gpus, began = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), time.monotonic()
+    reports = 0
     for count in compile_kernels(take_steps, run.arguments(), run.seq_len, gpus, _MODULES):
         watchdog.alive("compiling kernels")
+        reports += 1
         # the other ranks wait without a sign of life
         if (seconds := time.monotonic() - began) > min(_MOST_SECONDS, watchdog.timeout / 2):
             raise TimeoutError(f"{counted(count, 'kernel')} took more than {seconds:.0f} s")
     seconds, places = time.monotonic() - began, " and ".join(map(str, find_folders()))
+    if reports == 1:
+        return f"found {counted(count, 'compiled kernel')} in {places}"
     return f"compiled {counted(count, 'kernel')} in {seconds:.1f} s; kept in {places}"
 
 
