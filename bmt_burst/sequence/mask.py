@@ -178,7 +178,7 @@ class Mask:
             for queries in subtree
         ]
         depths = join_depths([(span[0], depth) for span, depth, _ in nodes])
-        n = _number("the sum of lengths", nodes[-1][0][1])
+        n = _number("the sum of lengths", nodes[-1].span[1])
         return _mask(n, sorted(slices, key=_start), depths=depths)
 
     @staticmethod

@@ -6,6 +6,7 @@ import bisect
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from ..base.arguments import as_int, check_iterable
 from .span import Span, merged, overlap
@@ -14,9 +15,16 @@ from .span import Span, merged, overlap
 Depths = tuple[tuple[int, int], ...]
 
 
-# tokens that follow one another in all branches that have them, how many tokens precede the first
-# one there, and the tokens that see them, rising
-Node = tuple[Span, int, tuple[Span, ...]]
+class Node(NamedTuple):
+    """Tokens that follow one another in all branches that have them.
+
+    depth    how many tokens precede the first one in its branches
+    subtree  the tokens that see them, rising
+    """
+
+    span: Span
+    depth: int
+    subtree: tuple[Span, ...]
 
 
 def read_tree(lengths: Sequence[int], parents: Sequence[int | None]) -> list[Node]:
@@ -53,7 +61,7 @@ def read_tree(lengths: Sequence[int], parents: Sequence[int | None]) -> list[Nod
         subtrees[i] = merged(below[i])
         if (parent := up[i]) is not None:
             below[parent] += subtrees[i]
-    return [*zip(spans, depths, subtrees, strict=True)]
+    return [Node(*node) for node in zip(spans, depths, subtrees, strict=True)]
 
 
 def join_depths(depths: Sequence[tuple[int, int]]) -> Depths:
