@@ -122,8 +122,8 @@ def burst_attn_func(
 ) -> Tensor | Any:
     """Compute exact attention over a sequence that is cut over the ranks of a group.
 
-    Every rank of the group must call. [attention.md](attention.md) has examples and explains masks,
-    biases, layouts, kernels and strategies.
+    Every rank of the group must call. [attention.md](attention.md) has examples, and links the
+    pages on masks, layouts, strategies and biases.
 
     Args:
         q: (B, S_local, H, D) queries of this rank's tokens, in fp16, bf16, fp32 or fp64. Autocast

@@ -98,8 +98,7 @@ def lightning_attn_func(
     send only states. States are neither taken nor returned: `bmt_burst.nn.LightningAttention`
     continues them in `bmt_burst.Chunks` and in a `bmt_burst.Cache`.
 
-    Every rank of the group must call. [attention.md](attention.md#lightning-attention) has an
-    example.
+    Every rank of the group must call. [lightning.md](lightning.md) has an example.
 
     Args:
         q, k, v: (B, S_local, H, D) each, of this rank's tokens, in fp16, bf16, fp32 or fp64.

@@ -209,7 +209,7 @@ class ParallelSettings:
     sp_size: int = option(1, "ranks that share a sequence; the others are data parallel", least=1)
     strategy: str = option(
         "auto",
-        "how the ranks of a sequence share attention, see docs/attention.md; auto: usp if "
+        "how the ranks of a sequence share attention, see docs/strategies.md; auto: usp if "
         "--ulysses-size is given, otherwise one-call for short calls, else ring",
         choices=("auto", *strategies.names()),
     )

@@ -7,8 +7,8 @@
     model = model_center.enable(Llama.from_pretrained(path), sp)
     logits = model(sp.shard(input_ids), length=length).logits  # of this rank's tokens
 
-docs/attention.md lists the models, and says what they see. An enabled model cannot be pickled: save
-its weights, with bmtrain.save. Its forward takes its own arguments and two more:
+docs/model-center.md lists the models, and says what they see. An enabled model cannot be pickled:
+save its weights, with bmtrain.save. Its forward takes its own arguments and two more:
 
     input_ids, inputs_embeds, position_ids, token_type_ids, attention_mask
             (B, S_local, ...), this rank's part, as sp.shard cuts it

@@ -11,7 +11,7 @@
     # whole sequences, identical on every rank of sp
     model(input_ids=tokens, labels=tokens).loss.backward()
 
-docs/attention.md lists the models, and says what loss, gradients, outputs, documents and padding
+docs/transformers.md lists the models, and says what loss, gradients, outputs, documents and padding
 mean. A forward takes its own arguments, of whole sequences, and cuts them itself:
 
     input_ids, inputs_embeds, labels, shift_labels
