@@ -1,7 +1,7 @@
 """The training loop of bmtrain_before.py with sequence parallelism: all ranks share the same
 sequences.
 
-NCCL_LAUNCH_ORDER_IMPLICIT=1 torchrun --nproc-per-node 2 train/examples/bmtrain_after.py
+NCCL_LAUNCH_ORDER_IMPLICIT=1 torchrun --nproc-per-node 2 examples/bmtrain_after.py
 
 The environment variable lets NCCL run several communicators at once.
 """

@@ -1,7 +1,7 @@
 """A plain BMTrain training loop: every rank has different sequences. bmtrain_after.py adds sequence
 parallelism.
 
-torchrun --nproc-per-node 2 train/examples/bmtrain_before.py
+torchrun --nproc-per-node 2 examples/bmtrain_before.py
 """
 
 import bmtrain as bmt

@@ -1,7 +1,7 @@
 """The training of model_center_before.py with sequence parallelism: all ranks share the same
 sequences.
 
-NCCL_LAUNCH_ORDER_IMPLICIT=1 torchrun --nproc-per-node 2 train/examples/model_center_after.py
+NCCL_LAUNCH_ORDER_IMPLICIT=1 torchrun --nproc-per-node 2 examples/model_center_after.py
 
 The environment variable lets NCCL run several communicators at once.
 """

@@ -1,7 +1,7 @@
 """Training of ModelCenter's Llama: every rank has different sequences. model_center_after.py adds
 sequence parallelism.
 
-torchrun --nproc-per-node 2 train/examples/model_center_before.py
+torchrun --nproc-per-node 2 examples/model_center_before.py
 """
 
 import bmtrain as bmt

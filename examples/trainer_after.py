@@ -1,7 +1,7 @@
 """The fine-tuning of trainer_before.py with sequence parallelism: all processes share each
 sequence.
 
-NCCL_LAUNCH_ORDER_IMPLICIT=1 torchrun --nproc-per-node 2 train/examples/trainer_after.py
+NCCL_LAUNCH_ORDER_IMPLICIT=1 torchrun --nproc-per-node 2 examples/trainer_after.py
 
 GPUs need the environment variable, which lets NCCL run several communicators at once.
 """

@@ -1,7 +1,7 @@
 """Fine-tuning of a Llama with transformers' Trainer: every process has different sequences.
 trainer_after.py adds sequence parallelism.
 
-torchrun --nproc-per-node 2 train/examples/trainer_before.py
+torchrun --nproc-per-node 2 examples/trainer_before.py
 """
 
 import tempfile

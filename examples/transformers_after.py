@@ -1,7 +1,7 @@
 """The fine-tuning of transformers_before.py with sequence parallelism: all ranks share the same
 sequences.
 
-NCCL_LAUNCH_ORDER_IMPLICIT=1 torchrun --nproc-per-node 2 train/examples/transformers_after.py
+NCCL_LAUNCH_ORDER_IMPLICIT=1 torchrun --nproc-per-node 2 examples/transformers_after.py
 
 GPUs need the environment variable, which lets NCCL run several communicators at once.
 """

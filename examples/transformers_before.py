@@ -1,7 +1,7 @@
 """Fine-tuning of a Llama of transformers: every rank has different sequences. transformers_after.py
 adds sequence parallelism.
 
-torchrun --nproc-per-node 2 train/examples/transformers_before.py
+torchrun --nproc-per-node 2 examples/transformers_before.py
 """
 
 import os

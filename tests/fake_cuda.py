@@ -208,8 +208,8 @@ def install(*packages: str) -> None:
 
 
 def run_example(folder: Path, name: str, changes: dict[str, str]) -> None:
-    """Run a script of train/examples with other texts in it, such as smaller sizes."""
-    source = (Path(__file__).parents[1] / f"train/examples/{name}.py").read_text()
+    """Run a script of examples with other texts in it, such as smaller sizes."""
+    source = (Path(__file__).parents[1] / f"examples/{name}.py").read_text()
     for there, here in changes.items():
         assert there in source
         source = source.replace(there, here)

@@ -218,8 +218,7 @@ def test_five_hundred_steps_beside_zeros_collectives(folder):
 def test_a_few_lines_make_a_bmtrain_script_sequence_parallel():
     """One rank with a whole sequence, and two ranks with a half each."""
     said = [
-        said_by(gpus, f"train/examples/bmtrain_{name}.py")
-        for gpus, name in ((1, "before"), (2, "after"))
+        said_by(gpus, f"examples/bmtrain_{name}.py") for gpus, name in ((1, "before"), (2, "after"))
     ]
     pattern = r"step \d+: loss ([\d.]+), gradient norm ([\d.]+)"
     before, after = ([tuple(map(float, x)) for x in re.findall(pattern, text)] for text in said)

@@ -794,7 +794,7 @@ def test_a_few_lines_make_a_script_sequence_parallel(script, bound):
     """One process with whole sequences, and two with a half of each. A Trainer prints 4 digits."""
     curves = []
     for size, name in ((1, "before"), (2, "after")):
-        code, printed = run_script(size, f"train/examples/{script}_{name}.py")
+        code, printed = run_script(size, f"examples/{script}_{name}.py")
         assert code == 0, printed[-3000:]
         losses = re.findall(r"\bloss(?:': ')? ?([\d.]+)", printed)
         # some versions of transformers print those of each process
@@ -803,8 +803,6 @@ def test_a_few_lines_make_a_script_sequence_parallel(script, bound):
     assert len(before) == 10
     assert before[-1] < 0.9 * before[0]
     assert after == pytest.approx(before, rel=bound)
-    sources = [
-        (ROOT / f"train/examples/{script}_{name}.py").read_text() for name in ("before", "after")
-    ]
+    sources = [(ROOT / f"examples/{script}_{name}.py").read_text() for name in ("before", "after")]
     lines = [set(source[source.index("import ") :].splitlines()) for source in sources]
     assert len(lines[1] - lines[0]) <= 5
