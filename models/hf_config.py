@@ -1,4 +1,4 @@
-"""config.json of Hugging Face's folders, to CPMConfig and back (docs/pretraining.md).
+"""config.json of Hugging Face's folders, to CPMConfig and back (docs/weights.md).
 
 `config_to_hf` writes the family that a model was read from, if it still fits, otherwise the first
 one that does (hf_families.py). So a Llama whose heads do not divide its hidden size, which

@@ -209,13 +209,13 @@ def test_weights_are_exported_and_read_in_cpm_lives_format(folder, whole, name, 
 
 def test_the_commands_of_the_page_run_as_they_stand(tmp_path):
     """But for where their files are. The lines of data that it shows are read, too."""
-    page = (ROOT / "docs/pretraining.md").read_text().split("\n## CPM-Bee and CPM-Ant\n")[1]
+    page = (ROOT / "docs/cpm-bee.md").read_text()
     shown = re.search(r"```json\n(.*?)```", page, re.DOTALL)[1]
     sums = [{"question": f"{i} + {j}", "<ans>": str(i + j)} for i in range(9) for j in range(9)]
     (tmp_path / "instances.jsonl").write_text(
         shown + "".join(json.dumps(line) + "\n" for line in sums)
     )
-    lines = commands(ROOT / "docs/pretraining.md", "\n## CPM-Bee and CPM-Ant")
+    lines = commands(ROOT / "docs/cpm-bee.md", "# CPM-Bee and CPM-Ant")
     printed = [run_command(line, tmp_path) for line in lines]
     assert "data/bee/train: " in printed[1] and "84 instances" in printed[1]
     assert "bad lines" not in printed[1]

@@ -177,7 +177,9 @@ def test_every_option_of_pretraining_that_they_name_is_one():
     for field in dataclasses.fields(TrainConfig):
         name = field.name.replace("_", "-")
         ours |= {f"--{name}", f"--no-{name}"} if field.default is True else {f"--{name}"}
-    named = set(re.findall(r"--[a-z][a-z0-9-]+", (ROOT / "docs/pretraining.md").read_text()))
+    nav = re.search(r"- Pretraining:\n((?: {6}- .*\n)+)", (ROOT / "mkdocs.yml").read_text())[1]
+    pages = [ROOT / "docs" / name for name in re.findall(r"[\w-]+\.md", nav)]
+    named = set(re.findall(r"--[a-z][a-z0-9-]+", "".join(path.read_text() for path in pages)))
     assert named <= ours | set(OTHERS.split())
     assert named >= {"--resume", "--val-fraction", "--keep-scalings", "--nnodes"}
 

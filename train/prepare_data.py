@@ -5,7 +5,7 @@ r"""Turn text into tokens on disk, which pretrain.py reads.
 
 Inputs are .txt files (one document each), .jsonl and .json files (one document a record, in
 --field), also as .gz or .zst, .parquet files and datasets folders (one a row), Megatron-LM's
-PREFIX.bin with PREFIX.idx, and folders of all these. docs/pretraining.md says more.
+PREFIX.bin with PREFIX.idx, and folders of all these. docs/data.md says more.
 
 It writes OUTPUT/train and, with a validation share, OUTPUT/val. A document's name alone decides
 whether it is for validation. With --stream it only names the inputs, and pretrain.py tokenizes them

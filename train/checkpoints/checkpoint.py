@@ -1,4 +1,4 @@
-"""Checkpoints: folders step_NNNNNNNN, which are complete or do not exist (docs/pretraining.md).
+"""Checkpoints: folders step_NNNNNNNN, which are complete or do not exist (docs/checkpoints.md).
 
 A save writes into a hidden folder, syncs every file, writes the manifest last, and renames the
 folder at the end. So a kill at any moment leaves earlier checkpoints unchanged. Shards are ranges

@@ -1,6 +1,6 @@
 """The output of a run on rank 0: a progress bar, JSON lines, TensorBoard events and a loss curve.
 
-metrics.jsonl   a record a line, as docs/pretraining.md describes. When a run resumes, records
+metrics.jsonl   a record a line, as docs/runs.md describes. When a run resumes, records
                 after its checkpoint move to metrics.jsonl.dropped
 tensorboard/    the same values
 loss.png        the curves, drawn at each save and at the end

@@ -1,4 +1,4 @@
-"""Stages of training, which a file describes (docs/pretraining.md), one after the other.
+"""Stages of training, which a file describes (docs/checkpoints.md), one after the other.
 
 The second stage is the folder OUTPUT/02-NAME. It begins at the last checkpoint of the first, as
 with --resume CHECKPOINT --new-stage. The same command resumes in the last stage that has one.

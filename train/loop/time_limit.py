@@ -1,4 +1,4 @@
-"""The end of a run before its --time-limit, with time to save (docs/pretraining.md).
+"""The end of a run before its --time-limit, with time to save (docs/slurm.md).
 
 The limit counts from the start of the process that started the ranks. The ranks stop together as
 soon as one has less time left than it needs, by measured steps and saves.

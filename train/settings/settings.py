@@ -62,7 +62,7 @@ class ModelSettings:
     init_from: str | None = option(
         None,
         "starting weights: a folder with a config.json, which then replaces --model; or a file for "
-        "--model (.pt, .bin, .pth or .safetensors); docs/pretraining.md lists them",
+        "--model (.pt, .bin, .pth or .safetensors); docs/weights.md lists them",
         ALL_STAGES | PATH | TECHNICAL,
     )
     accept_field: str | None = option(

@@ -1,4 +1,4 @@
-"""The parts of the folder of --init-from that an export takes over (docs/pretraining.md)."""
+"""The parts of the folder of --init-from that an export takes over (docs/weights.md)."""
 
 from __future__ import annotations
 
