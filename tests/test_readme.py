@@ -93,8 +93,8 @@ __import__("os")._exit(0)  # torch 2.13: a gloo thread may abort an interpreter 
 
 
 def test_the_examples_of_the_pages_run():
-    # test_silent_errors.py and test_own_trainer.py run the blocks of their pages, one file each
-    files = "silent-errors.md", "own-trainer.md"
+    # tests with their names run the blocks of these pages, one file each
+    files = "silent-errors.md", "own-trainer.md", "own-model.md"
     others = [path for path in PAGES[1:] if path.name not in files]
     examples = [code for path in others for code in blocks(path, "python")]
     # test_migrate.py runs the others

@@ -14,6 +14,7 @@ from ..fused.functions import (
     rotations,
     swiglu,
 )
+from ..memories.keys import Softmax
 from ..sequence.rows import Layouts, Masks
 from .attention import BurstAttention
 from .heads import Part, SelfAttention, SequenceParallelModule, find_part
@@ -28,6 +29,7 @@ __all__ = [
     "RMSNorm",
     "SelfAttention",
     "SequenceParallelModule",
+    "Softmax",
     "apply_rope",
     "find_part",
     "rope_frequencies",
