@@ -143,7 +143,8 @@ def burst_attn_func(
         deterministic: make results equal bit for bit between runs.
         process_group: the ranks that share the sequence: a torch.distributed ProcessGroup, a
             DeviceMesh of one dimension, a bmtrain NCCLCommunicator or a bmt_burst Transport. By
-            default all ranks of BMTrain or torch.distributed, or this process alone.
+            default all ranks of BMTrain or torch.distributed, or this process without either.
+            (`SequenceParallel()`, `Chunks` and `Cache` are by default this rank alone.)
         double_group: (intra, inter) groups of a double ring, instead of `process_group`. Each may
             be a pair of groups with the same ranks, and then the first one is used.
         mask: the visible pairs of the whole sequence, instead of `causal`: a `bmt_burst.Mask`, or

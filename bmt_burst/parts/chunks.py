@@ -54,8 +54,8 @@ class Chunks:
     mask    the mask of the whole sequence, or one for each row. No token may see a later chunk.
     tokens  the most tokens of a chunk, on all ranks together
     layers  the number of attention layers of the model
-    sp      the ranks that share the sequence, by default this one alone. Their layout does not
-            count: `layout` is the one of the chunks.
+    sp      the ranks that share the sequence, by default this one alone, while burst_attn_func
+            takes all ranks. Their layout does not count: `layout` is the one of the chunks.
     layout  how each chunk is cut over the ranks: the name of a layout
     length  the length by which rotary scalings choose their frequencies, by default that of the
             longest document. Positions must be below it.

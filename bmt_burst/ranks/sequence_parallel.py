@@ -41,7 +41,7 @@ _MOST_LOCAL = 64  # sequences of single calls that are kept
 @dataclass(frozen=True)
 class SequenceParallel:
     """This rank's place among the ranks that share its sequence, and the sequence's layout. By
-    default this rank is alone.
+    default this rank is alone, while burst_attn_func without a group takes all ranks.
 
     rank    this rank's number, 0 to size - 1
     size    the number of ranks
@@ -316,9 +316,11 @@ class WholeSequence:
         """Accept positions: shards of a whole sequence are not checked."""
 
     def longest(self, positions: Tensor) -> Tensor:
+        """Return `SequenceParallel.longest` of the positions."""
         return self.sp.longest(positions)
 
     def sum(self, x: Tensor) -> Tensor:
+        """Return `SequenceParallel.sum` of x."""
         return self.sp.sum(x)
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
