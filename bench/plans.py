@@ -2,8 +2,9 @@
 
     python bench/plans.py
 
-It plans the rows of bench/results/training-*.jsonl, the newest ones of steps-*.jsonl and
-chunks-*.jsonl, and runs on some numbers of GPUs. It takes minutes and needs no GPU.
+It plans the rows of bench/results/training-*.jsonl and the newest ones of steps-*.jsonl and
+chunks-*.jsonl, and prints each run with its plan. It also plans runs on some numbers of GPUs. It
+takes minutes and needs no GPU.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,29 @@ class Comparison:
     def use(self) -> str:
         """The purpose of the run, in words."""
         return "rates" if self.calibrates else "check" if self.is_warm else "memory"
+
+    @property
+    def gpu(self) -> str:
+        """The kind of the GPUs, such as H200."""
+        return str(self.row["gpu_name"].split()[1])
+
+    @property
+    def kind(self) -> tuple[str, ...]:
+        """The GPU, the engine, the kind of steps, and the use: what a line of the page has."""
+        steps = ["sparse" if self.row.get("sparse") else "dense"]
+        steps += ["in chunks"] if self.config.chunk else []
+        steps += ["float8"] if self.config.fp8 else []
+        return self.gpu, self.row["engine"], ", ".join(steps), self.use
+
+    @property
+    def gib_error(self) -> float:
+        """The planned memory relative to the measured one, less 1."""
+        return float(self.gib / self.row["peak_gib"] - 1)
+
+    @property
+    def seconds_error(self) -> float:
+        """The planned seconds relative to the measured ones, less 1."""
+        return float(self.seconds / self.row["step_s"] - 1)
 
 
 def config_of(row: Row) -> TrainConfig:
@@ -165,14 +189,14 @@ def _write_model(name: str, layers: int, mixers: tuple[str, ...]) -> str:
     return file.name
 
 
-def plans_table() -> str:
+def runs_table() -> str:
     """Return the table of measured runs and their plans."""
     header = ["model, layers", "engine", "GPUs", "tokens", "options"]
     header += ["GiB", "plan", "s/step", "plan", "used for"]
-    return table(header, [_plan_cells(each) for each in compare()])
+    return table(header, [_run_cells(each) for each in compare()])
 
 
-def _plan_cells(each: Comparison) -> list[str | int]:
+def _run_cells(each: Comparison) -> list[str | int]:
     row = each.row
     more = ["--offload-optimizer"] if each.config.offload_optimizer else []
     more += ["--fp8"] if each.config.fp8 else []
@@ -180,15 +204,40 @@ def _plan_cells(each: Comparison) -> list[str | int]:
     return [
         f"{row['model']}, {row['layers']}",
         row["engine"],
-        f"{row['gpus']} {row['gpu_name'].split()[1]}",
+        f"{row['gpus']} {each.gpu}",
         f"{each.config.micro_batch_size} x {tokens(row['seq_len'])}",
         " ".join(saving_flags(each.config) + more) or "none",
         f"{row['peak_gib']:.1f}",
-        f"{each.gib:.1f} ({each.gib / row['peak_gib'] - 1:+.1%})",
+        f"{each.gib:.1f} ({each.gib_error:+.1%})",
         f"{row['step_s']:.2f}",
-        f"{each.seconds:.2f} ({each.seconds / row['step_s'] - 1:+.0%})",
+        f"{each.seconds:.2f} ({each.seconds_error:+.0%})",
         each.use,
     ]
+
+
+def plans_table() -> str:
+    """Return the table of the errors of plans: a line for all runs of one kind."""
+    kinds: dict[tuple, list[Comparison]] = {}
+    for each in compare():
+        kinds.setdefault(each.kind, []).append(each)
+    header = ["GPUs", "engine", "steps", "runs", "tokens of a sequence"]
+    header += ["error of GiB", "error of seconds", "used for"]
+    return table(header, [_kind_cells(*item) for item in sorted(kinds.items())])
+
+
+def _kind_cells(kind: tuple, runs: Sequence[Comparison]) -> list[str | int]:
+    *names, use = kind
+    lengths = [each.row["seq_len"] for each in runs]
+    columns = (
+        _join_ends(tokens(min(lengths)), tokens(max(lengths))),
+        _join_ends(*(f"{end(each.gib_error for each in runs):+.1%}" for end in (min, max))),
+        _join_ends(*(f"{end(each.seconds_error for each in runs):+.0%}" for end in (min, max))),
+    )
+    return [*names, len(runs), *columns, use]
+
+
+def _join_ends(low: str, high: str) -> str:
+    return low if low == high else f"{low} to {high}"
 
 
 MODELS, LENGTHS = ("minicpm4-0.5b", "minicpm4-8b"), (32768, 131072, 1048576)
@@ -289,6 +338,7 @@ def main() -> None:
     def write(found: re.Match[str]) -> str:
         return f"{found[1]}{TABLES[found[2]]()}\n{found[3]}"
 
+    print(runs_table())
     PAGE.write_text(MARKED.sub(write, PAGE.read_text()))
 
 
