@@ -162,10 +162,12 @@ def test_every_file_they_name_is_there():
         assert all((folder / file).exists() for file in re.findall(r"[\w/]+\.py", line)), line
 
 
-# Options of torchrun, Slurm, tensorboard, install_gpu.sh and, up to an underscore, lm-eval.
+# Options of torchrun, Slurm, Docker, tensorboard, install_gpu.sh and, up to an underscore, lm-eval.
 OTHERS = """--nodes --ntasks-per-node --gpus-per-node --nnodes --nproc-per-node --rdzv-backend
---rdzv-endpoint --max-restarts --logdir --from --signal --time --signals-to-handle
---shutdown-timeout --batch --metadata --kill-on-bad-exit"""
+--rdzv-endpoint --max-restarts --logdir --from --signal --time --shutdown-timeout --batch
+--metadata --kill-on-bad-exit --job-name --open-mode --cpus-per-task --mem --requeue --rdzv-id
+--parsable --dependency --gpus --network --ipc --ulimit --container-image --container-mounts
+--container-workdir"""
 
 
 def test_every_option_of_pretraining_that_they_name_is_one():
