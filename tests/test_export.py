@@ -26,7 +26,6 @@ from tests.runs import make_settings, train
 from tests.test_checkpoint import write
 from tests.test_model import SMALL, initialized
 from train.checkpoints import checkpoint
-from train.data.hf_tokenizer import save_for_transformers
 from train.data.tokenizer import (
     ByteTokenizer,
     JsonTokenizer,
@@ -41,6 +40,7 @@ from train.generate import generate
 from train.generate import main as generate_main
 from train.generation.text_rules import TextRules
 from train.plan import main as plan_main
+from train.trained.hf_tokenizer import save_for_transformers
 from train.trained.model import checkpoint_tokenizer, load_model
 
 # a vocabulary of 300 for 257 byte tokens

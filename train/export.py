@@ -40,12 +40,12 @@ from train.base.command_line import ArgumentParser
 from train.base.folders import write_aside
 from train.checkpoints import checkpoint
 from train.checkpoints.beside import listed
-from train.data.hf_tokenizer import save_for_transformers
 from train.data.tokenizer import Tokenizer
 from train.loop import resume
 from train.settings.kinds import config_of, kind_of
 from train.settings.settings import DTYPES
 from train.trained.carry import Carried, carry_over
+from train.trained.hf_tokenizer import save_for_transformers
 from train.trained.model import checkpoint_tokenizer
 
 
