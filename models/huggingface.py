@@ -186,7 +186,7 @@ def _check_tokens(folder: Path, hf: dict[str, Any], config: CPMConfig) -> None:
         for name in ("bos_token_id", "eos_token_id"):
             if (most := max(_token_ids(values, name), default=0)) >= config.vocab_size:
                 raise ValueError(f"{name} is {most}{place}, beyond vocab_size {config.vocab_size}")
-    # published folders have another begin token; an export reports it (train/trained/carry.py)
+    # published folders have another begin token; an export reports it (train/checkpoints/beside.py)
     ids, generated = (_token_ids(values, "eos_token_id") for values in (hf, generation))
     if ids and generated and not ids & generated:
         raise ValueError(

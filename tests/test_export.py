@@ -400,7 +400,7 @@ def test_transformers_reads_the_tokenizer_that_was_trained_with(tmp_path, kind):
     tokenizer, folder = TOKENIZERS[kind](tmp_path), tmp_path / "out"
     folder.mkdir()
     (folder / "config.json").write_text('{"model_type": "llama"}')
-    save_for_transformers(tokenizer, folder, 77, bos_id=tokenizer.eos_id)
+    save_for_transformers(tokenizer, folder, 77, tokenizer.eos_id, False, {})
     theirs, again = AutoTokenizer.from_pretrained(folder), load_tokenizer(folder)
     for text in texts():
         ids = [int(i) for i in tokenizer.encode(text)]
@@ -411,7 +411,7 @@ def test_transformers_reads_the_tokenizer_that_was_trained_with(tmp_path, kind):
     assert theirs.eos_token_id == theirs.bos_token_id == again.eos_id == tokenizer.eos_id
     assert theirs.model_max_length == 77
     assert saved_identity(folder) == again.identity == tokenizer.identity
-    save_for_transformers(tokenizer, folder, 77, bos_id=tokenizer.bos_id, add_bos=True)
+    save_for_transformers(tokenizer, folder, 77, tokenizer.bos_id, True, {})
     theirs, again = AutoTokenizer.from_pretrained(folder), load_tokenizer(folder)
     for text in (*SENTENCES, ""):
         ids = [int(i) for i in tokenizer.encode(text)]
@@ -422,7 +422,7 @@ def test_transformers_reads_the_tokenizer_that_was_trained_with(tmp_path, kind):
 
 def test_sentencepiece_models_of_other_kinds_are_refused(tmp_path):
     with pytest.raises(ValueError, match="neither a BPE nor a unigram model"):
-        save_for_transformers(sentencepiece_tokenizer(tmp_path, "char"), tmp_path, 77)
+        save_for_transformers(sentencepiece_tokenizer(tmp_path, "char"), tmp_path, 77, 2, True, {})
 
 
 PLAIN = {"scale_emb": 1.0, "scale_depth": None, "dim_model_base": None}

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from transformers import AutoTokenizer, GenerationConfig
@@ -14,15 +13,13 @@ from tests.preparing import write_tokens
 from tests.runs import train
 from tests.test_export import SENTENCES, byte_level_bpe, exported
 from tests.test_model import SMALL, initialized
-from train.checkpoints.beside import read_beside
+from train.checkpoints.beside import carry_over, read_beside
+from train.data.same_tokenizer import check_weights
 from train.data.tokenizer import ByteTokenizer, JsonTokenizer
-from train.export import main
-from train.trained.carry import carry_over
 
 SPECIAL = ["<unk>", "<s>", "</s>", "<|im_end|>", "<pad>"]
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
 LLAMA = {"model_type": "llama"}
-ACCEPT = ("rope_ratio",)  # an unknown field of config.json
 CHAT = [{"role": "user", "content": "the fox"}]
 FILES = {
     "generation_config.json": {
@@ -85,9 +82,10 @@ def config_of(source: Path) -> dict:
 
 def state_of(source: Path, tokenizer, **data) -> dict:
     """Return the parts of a checkpoint's state that an export reads, as they are stored."""
-    model = dataclasses.replace(SMALL, max_position_embeddings=2048).to_dict()
-    beside = read_beside(source, tokenizer)
-    return json.loads(json.dumps({"beside": beside, "model": model, "data": data, "config": {}}))
+    data_folder = source.with_name("data")
+    tokenizer.save(data_folder)
+    foreign = check_weights(data_folder, tokenizer, source, allowed=True)
+    return json.loads(json.dumps({"beside": read_beside(source, foreign), "data": data}))
 
 
 @pytest.mark.usefixtures("modules_in_a_folder")
@@ -103,7 +101,7 @@ def test_an_export_has_the_other_files_of_the_first_weights(source, tmp_path, al
     assert train(settings, init_from=str(source), output=str(tmp_path / "run"))
     stage = {"resume": str(tmp_path / "run/step_00000001"), "new_stage": True, "seq_len": 40}
     assert train(settings, **stage, init_from=str(source), output=str(tmp_path / "stage"))
-    expected = read_beside(source, tokenizer, accept=ACCEPT)
+    expected = read_beside(source, None)
     shutil.rmtree(source)
     capsys.readouterr()
     first = exported(tmp_path / "stage", tmp_path / "first", "--keep-scalings")
@@ -114,10 +112,7 @@ def test_an_export_has_the_other_files_of_the_first_weights(source, tmp_path, al
     assert train(settings, init_from=str(first), output=str(tmp_path / "again"))
     second = exported(tmp_path / "again", tmp_path / "second")
     check(second)
-    assert read_beside(second, tokenizer, accept=ACCEPT)["texts"] == expected["texts"]
-    capsys.readouterr()
-    main(["--run", str(tmp_path / "again"), "--output", str(tmp_path / "b"), "--format", "bmtrain"])
-    assert f"left out: all beside the weights of {first}" in capsys.readouterr().out
+    assert read_beside(second, None)["texts"] == expected["texts"]
 
 
 def check(folder: Path) -> None:
@@ -125,7 +120,7 @@ def check(folder: Path) -> None:
     assert tokenizer.apply_chat_template(CHAT, tokenize=False) == "<s>the fox<|im_end|>"
     special = tokenizer.pad_token, tokenizer.eos_token, tokenizer.unk_token
     assert special == ("<pad>", "<|im_end|>", "<unk>")
-    assert (tokenizer.model_max_length, tokenizer.padding_side) == (4096, "left")
+    assert (tokenizer.model_max_length, tokenizer.padding_side) == (2048, "left")
     assert len(tokenizer) == 111
     mine = JsonTokenizer(folder / "tokenizer.json")
     for text in SENTENCES:  # documents begin with <s>
@@ -143,37 +138,29 @@ def check(folder: Path) -> None:
 
 def test_a_larger_vocabulary_keeps_tokens_and_another_tokenizer_does_not(source, tmp_path):
     grown = tokenizer_in(tmp_path / "grown", "<new>")
-    carried = carry_over(state_of(source, grown), grown, 1, 77, LLAMA)
+    carried = carry_over(state_of(source, grown), grown, 1, LLAMA)
     assert carried.tokenizer["pad_token"] == "<pad>"
     assert carried.generation["eos_token_id"] == [3, 2]
     assert "chat_template.jinja" in carried.texts
     foreign = ByteTokenizer()
-    carried = carry_over(state_of(source, foreign), foreign, 256, 77, LLAMA)
-    assert carried.generation == {"do_sample": True, "temperature": 0.6, "top_p": 0.95}
-    assert carried.tokenizer == {"padding_side": "left", "model_max_length": 4096}
+    carried = carry_over(state_of(source, foreign) | {"accepted": {"a": 1}}, foreign, 256, LLAMA)
+    assert (carried.config, carried.generation, carried.tokenizer) == ({"a": 1}, {}, {})
     assert carried.texts == {"LICENSE": "You may."}
-    assert carried.config == {}
-    [line] = [line for line in carried.notes if "since the run has another tokenizer" in line]
-    names = "generation_config.json: eos_token_id", "forced_eos_token_id", "map.json: pad_token"
-    assert all(name in line for name in (*names, "chat_template.jinja"))
+    [line] = carried.notes
+    assert line == f"left out, since the run has another tokenizer: all but licences of {source}"
     (source / "tokenizer.json").unlink()
-    assert "no tokenizer.json" in read_beside(source, foreign)["foreign"]
+    assert "no tokenizer.json" in state_of(source, foreign)["beside"]["foreign"]
 
 
 def test_facts_of_training_replace_those_of_the_folder(source, tmp_path):
     tokenizer = tokenizer_in(tmp_path / "mine")
-    for change, rows, bos, note in (
-        ({}, 8192, 1, ""),  # longer rows
-        ({"rope_theta": 5e5}, 77, 1, ""),
-        ({}, 77, 3, "left out: tokenizer_config.json: bos_token '<s>': training had '<|im_end|>'"),
-        ({}, 77, None, "left out: config.json: bos_token_id 1: training had none"),
+    for bos, note in (
+        (3, "left out: tokenizer_config.json: bos_token '<s>': training had '<|im_end|>'"),
+        (None, "left out: config.json: bos_token_id 1: training had none"),
     ):
         (source / "config.json").write_text(json.dumps(config_of(source) | {"bos_token_id": 1}))
-        state = state_of(source, tokenizer, bos=bos)
-        state["model"] |= change
-        carried = carry_over(state, tokenizer, bos, rows, LLAMA)
-        assert note in carried.describe()
-        assert ("model_max_length" in carried.tokenizer) == (bos != 1)
+        carried = carry_over(state_of(source, tokenizer, bos=bos), tokenizer, bos, LLAMA)
+        assert note in carried.notes
         assert ("bos_token" in carried.tokenizer) == (bos != 3)  # as a name for chat templates
 
 
@@ -184,7 +171,7 @@ def test_tokens_that_the_tokenizer_lacks_are_noted(source, tmp_path):
     )
     (source / "generation_config.json").write_text('{"eos_token_id": [3, 290]}')
     tokenizer = tokenizer_in(tmp_path / "mine")
-    carried = carry_over(state_of(source, tokenizer), tokenizer, 1, 77, LLAMA)
+    carried = carry_over(state_of(source, tokenizer), tokenizer, 1, LLAMA)
     assert carried.tokenizer["pad_token"] == "[PAD]"
     assert carried.generation["eos_token_id"] == [3, 290]
     for note in (
@@ -195,24 +182,17 @@ def test_tokens_that_the_tokenizer_lacks_are_noted(source, tmp_path):
         assert note in carried.notes
 
 
-def test_tokens_that_an_export_suppressed_may_get_a_text(source, tmp_path):
+def test_the_vocabulary_decides_which_tokens_are_suppressed(source, tmp_path):
     """The padding of the folder's vocabulary may be tokens of the run's tokenizer."""
-    size = tokenizer_in(source).vocab_size
-    generation = {"suppress_tokens": [7, *range(size, 300)], "bos_token_id": 3}
+    generation = {"suppress_tokens": [7, 290], "bos_token_id": 3}
     (source / "generation_config.json").write_text(json.dumps(generation))
-    config = json.loads((source / "config.json").read_text()) | {"bos_token_id": 1}
-    (source / "config.json").write_text(json.dumps(config))
     tokenizer = tokenizer_in(tmp_path / "mine", "<new>")
-    carried = carry_over(state_of(source, tokenizer), tokenizer, 1, 77, LLAMA)
-    assert carried.generation["suppress_tokens"] == [7]
-    assert "suppress_tokens" not in "".join(carried.notes)
+    carried = carry_over(state_of(source, tokenizer), tokenizer, 1, LLAMA)
+    assert "suppress_tokens" not in carried.generation
     assert "left out: generation_config.json: bos_token_id 3: training had '<s>'" in carried.notes
 
 
-def test_an_export_of_an_older_checkpoint_names_what_is_unknown():
-    state = {"config": {"init_from": "weights"}}
-    left_out = carry_over(state, SimpleNamespace(), 1, 77, LLAMA).describe()
-    assert "left out: all beside the weights, which older runs did not record" in left_out
-    for file in ("a.pt", "a.safetensors"):
-        state = {"config": {"init_from": file}}
-        assert not carry_over(state, SimpleNamespace(), 1, 1, LLAMA).describe()
+def test_a_checkpoint_without_a_record_leaves_all_out():
+    """As of older runs, and of --init-from FILE."""
+    assert carry_over({"accepted": {"a": 1}}, ByteTokenizer(), 1, LLAMA).config == {"a": 1}
+    assert not carry_over({}, ByteTokenizer(), 1, LLAMA).notes

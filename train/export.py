@@ -39,12 +39,11 @@ from models.huggingface import fold_scalings, round_weight, save_weights
 from train.base.command_line import ArgumentParser
 from train.base.folders import write_aside
 from train.checkpoints import checkpoint
-from train.checkpoints.beside import listed
+from train.checkpoints.beside import carry_over, listed
 from train.data.tokenizer import Tokenizer
 from train.loop import resume
 from train.settings.kinds import config_of, kind_of
 from train.settings.settings import DTYPES
-from train.trained.carry import Carried, carry_over
 from train.trained.hf_tokenizer import save_for_transformers
 from train.trained.model import checkpoint_tokenizer
 
@@ -55,9 +54,9 @@ def export_huggingface(
     folder: Path,
     dtype: torch.dtype,
     keep_scalings: bool,
-) -> tuple[CPMConfig, Carried]:
+) -> list[str]:
     """Write config.json, weights and tokenizer for transformers into `folder`, which exists. Return
-    the configuration that was written, and what was taken over from --init-from.
+    notes for the user: what was taken over from --init-from, and the code that it needs.
 
     The tokenizer puts a begin token in front of a text if training did. Raises OSError, and
     ValueError if a weight is too large for the dtype, or if transformers has no such model.
@@ -69,34 +68,41 @@ def export_huggingface(
         )
     if not keep_scalings and not keeps_scalings(config):
         config, weights = fold_scalings(config, weights)
-    rows = resume.longest_row(saved.state)
-    longest = max(rows, config.max_position_embeddings or 0)
+    longest = max(resume.longest_row(saved.state), config.max_position_embeddings or 0)
     end, bos = tokenizer.eos_id, resume.saved_begin_token(saved.state)
     # If documents are not kept apart, the end of a text precedes the next one. Otherwise only `bos`
     # does.
     before = end if resume.saved_documents(saved.state) == "ignore" else bos
-    shape = config_to_hf(config, longest)
-    carried = carry_over(saved.state, tokenizer, before, rows, shape)
-    of_config, generation = carried.config, carried.generation
-    of_model = listed(of_config.get("eos_token_id"))
-    stops = listed(generation.get("eos_token_id", of_model))
-    ids = {"bos_token_id": before, "eos_token_id": _add(of_model, end)}
-    of_config = {**of_config, **ids}
+    carried = carry_over(saved.state, tokenizer, before, config_to_hf(config, longest))
+    of_model = listed(carried.config.get("eos_token_id"))
+    stops = listed(carried.generation.get("eos_token_id", of_model))
+    of_config = {**carried.config, "bos_token_id": before, "eos_token_id": _add(of_model, end)}
     save_weights(folder, config, weights, dtype, max_position_embeddings=longest, **of_config)
-    generation = {"pad_token_id": end, **generation, **ids, "eos_token_id": _add(stops, end)}
+    generation = {"pad_token_id": end, **carried.generation, "bos_token_id": before}
+    generation["eos_token_id"] = _add(stops, end)
     if without_text := list(range(tokenizer.vocab_size, config.vocab_size)):
-        generation["suppress_tokens"] = [*generation.get("suppress_tokens", []), *without_text]
+        generation["suppress_tokens"] = without_text
     (folder / "generation_config.json").write_text(json.dumps(generation) + "\n")
-    save_for_transformers(
-        tokenizer,
-        folder,
-        longest,
-        bos_id=before,
-        add_bos=bos is not None,
-        settings=carried.tokenizer,
-    )
+    settings = carried.tokenizer
+    save_for_transformers(tokenizer, folder, longest, before, bos is not None, settings)
     carried.write_texts(folder)
-    return config, carried
+    return [*carried.notes, *_describe_code(config)]
+
+
+def _describe_code(config: CPMConfig) -> list[str]:
+    """Return how transformers loads the model, if it needs code of its own."""
+    kind = config_to_hf(config)["model_type"]
+    if FAMILIES[kind].exported_code:
+        why = "without --keep-scalings it needs none"
+        if config.sparse:
+            why = "no model of transformers has its sparse attention"
+        return [f"transformers 5 loads it by the code in it (trust_remote_code=True); {why}"]
+    if FAMILIES[kind].releases_code:
+        return [
+            f"no modelling file is written, and transformers has none of {kind}: to load it there, "
+            "copy the release's *.py files into it, and auto_map of its config.json"
+        ]
+    return []
 
 
 def _add(stops: list[int], end: int) -> int | list[int]:
@@ -145,36 +151,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         resume.check_state(saved := checkpoint.Checkpoint(path))
         tokenizer = checkpoint_tokenizer(path)
         with write_aside(args.output) as folder:
-            written, beside = None, ""
             if args.format == "bmtrain":
                 export_bmtrain(saved, tokenizer, folder, dtype)
-                record = saved.state.get("beside")
-                if record:
-                    why = "--format bmtrain has no place"
-                    beside = f"left out: all beside the weights of {record['folder']}: {why}"
+                notes = []
             else:
-                written, carried = export_huggingface(
-                    saved, tokenizer, folder, dtype, args.keep_scalings
-                )
-                beside = carried.describe()
+                notes = export_huggingface(saved, tokenizer, folder, dtype, args.keep_scalings)
     except (ValueError, OSError, checkpoint.CheckpointError) as error:
         parser.fail(error)
-    print(f"wrote {args.output} from {path}")
-    if beside:
-        print(beside)
-    if written is None:
-        return
-    kind = config_to_hf(written)["model_type"]
-    if FAMILIES[kind].releases_code and not FAMILIES[kind].exported_code:
-        print(
-            f"no modelling file is written, and transformers has none of {kind}: to load it there, "
-            "copy the release's *.py files into it, and auto_map of its config.json"
-        )
-    if FAMILIES[kind].exported_code:
-        why = "without --keep-scalings it needs none"
-        if written.sparse:
-            why = "no model of transformers has its sparse attention"
-        print(f"transformers 5 loads it by the code in it (trust_remote_code=True); {why}")
+    print(f"wrote {args.output} from {path}", *notes, sep="\n")
 
 
 if __name__ == "__main__":

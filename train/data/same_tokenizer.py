@@ -31,20 +31,24 @@ def check_folder(
 
 def check_weights(
     data: Path, tokenizer: Tokenizer, weights: Path, allowed: bool, grows: bool = False
-) -> None:
-    """Raise ValueError if the weights belong to another tokenizer than the folder `data`.
+) -> str | None:
+    """Return why ids of the weights' tokenizer mean nothing to that of `data`, or None.
 
-    `tokenizer`, the data's, is compared with each one next to the weights. If the vocabulary
-    `grows`, it may have more tokens. If `allowed`, a warning is printed instead.
+    `tokenizer`, the data's, is compared with each one next to the weights. Raises ValueError if all
+    differ, unless it has more tokens and the vocabulary `grows`. If `allowed`, this is a warning.
     """
     expected, found = saved_identity(data), list(find_tokenizers(folder_of(weights), tokenizer.eos))
-    if expected is None or not found:
-        _warn_of_missing(data if expected is None else weights)
-        return
+    if not found:
+        _warn_of_missing(weights)
+        return "it has no tokenizer.json or tokenizer.model to compare with the run's tokenizer"
     others = [other for _, other in found if isinstance(other, Tokenizer)]
-    same = any(expected == other.identity for other in others)
-    if same or (grows and any(extends(tokenizer, other) for other in others)):
-        return
+    has_theirs = any(extends(tokenizer, other) for other in others)
+    foreign = None if has_theirs else "the run has another tokenizer"
+    if expected is None:
+        _warn_of_missing(data)
+        return foreign
+    if any(expected == other.identity for other in others) or (grows and has_theirs):
+        return foreign
     shown = [
         f"{other.identity[:_SHOWN]} {where}" if isinstance(other, Tokenizer) else other
         for where, other in found
@@ -60,6 +64,7 @@ def check_weights(
             f"{problem}; give data that was made with its tokenizer, or --allow-other-tokenizer"
         )
     ranks.warn(problem)
+    return foreign
 
 
 def find_tokenizers(folder: Path, eos: str | None) -> Iterator[tuple[str, Tokenizer | str]]:

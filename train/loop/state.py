@@ -20,6 +20,7 @@ from train.engine import Engine
 from train.loop import resume
 from train.loop.inputs import Inputs
 from train.loop.progress import Progress
+from train.registry import KINDS
 from train.settings.config import TrainConfig
 from train.settings.kinds import ModelConfig
 
@@ -49,9 +50,9 @@ def begin(config: TrainConfig, inputs: Inputs, engine: Engine, path: Path | None
     if source := config.init_from:
         weights, tokenizer = Path(source), inputs.tokenizer
         allowed, grows = config.allow_other_tokenizer, config.grow_vocabulary
-        check_weights(inputs.training.folder, tokenizer, weights, allowed, grows)
-        if weights.is_dir():
-            beside = read_beside(weights, tokenizer, inputs.kind, config.accepted_names)
+        foreign = check_weights(inputs.training.folder, tokenizer, weights, allowed, grows)
+        if weights.is_dir() and inputs.kind is KINDS[0]:  # exports of others take nothing over
+            beside = read_beside(weights, foreign)
         load_weights(source, engine, config.expected_weights(), config.seed)
     return Start(Progress(), inputs.model, config.seq_len, beside, config.accepted_fields())
 

@@ -1,1 +1,1 @@
-"""A trained model: how it is opened, how its texts begin and end, and its tokenizer in transformers."""
+"""A trained model: how it is opened, how its texts begin and end, its tokenizer in transformers."""

@@ -29,10 +29,9 @@ def save_for_transformers(
     tokenizer: Tokenizer,
     folder: Path,
     longest: int,
-    *,
-    bos_id: int | None = None,
-    add_bos: bool = False,
-    settings: Mapping[str, Any] | None = None,
+    bos_id: int | None,
+    add_bos: bool,
+    settings: Mapping[str, Any],
 ) -> None:
     """Write `tokenizer` into a folder, for transformers' AutoTokenizer and train.data.tokenizer.
 
@@ -52,7 +51,7 @@ def save_for_transformers(
         "eos_token": backend.id_to_token(tokenizer.eos_id),
         "clean_up_tokenization_spaces": False,
         "model_max_length": longest,
-        **(settings or {}),
+        **settings,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(written, indent=2) + "\n")
     if isinstance(tokenizer, JsonTokenizer):
