@@ -207,6 +207,14 @@ a section for each file. No file is on two pages.
 - **"kernel alone"** is one GPU that computes as many tokens as a rank has, in one call.
   `bench/masks.py` describes its mask. **"FA4 varlen"** is FlashAttention-4's own function for the
   same mask.
+- **Power** limits calls that follow one another: eight H200 are at 700 W and about 1600 of 1980
+  MHz, also in "kernel alone". Rates are below those of single calls on cool GPUs.
+- **Variants**: "nccl" uses no copy engines. "no overlap" waits for blocks before it computes. "low
+  memory" has a `group_bytes` of 144 MiB. "naive ulysses" exchanges by collectives, before one
+  kernel call and after it. "q" and "kv" name the side that a backward sends. "bmt_burst" is "q" for
+  32:32 heads and "kv" for 32:8, so differences between these rows are noise.
+- **Errors** of a ring include one more rounding, of partial results to bf16.
+- **"two halves of a host"**: four GPUs emulate two hosts with a slow link, about 2.5 GiB/s a rank.
 - **The mask "bee"** is a row of CPM-Bee's long-context training with its bias
   (`bench/live_rows.py`). "without a bias" computes the same pairs without it. The kernel with a
   bias computes the pairs "by table"; some of these depend on segments ("by segments"), the others
