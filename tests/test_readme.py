@@ -67,11 +67,15 @@ def test_the_simulated_example_prints_rounding():
         assert (x.grad - grad).abs().max() < 1e-4 * grad.abs().max()
 
 
-def test_the_script_computes_what_one_rank_would(tmp_path):
+ALONE = "sp = SequenceParallel()"
+
+
+def test_the_scripts_compute_what_one_rank_would(tmp_path):
     [code] = [x for x in blocks(ROOT / "docs/attention.md", "python") if x.startswith("# torchrun")]
     assert code.startswith("# torchrun --nproc-per-node 2 script.py\n")
     check = """
-parts = [torch.empty(1, layout.length(rank), 128) for rank in range(sp.size)]
+layout, mask = batch.layout, batch.mask
+parts = [None] * sp.size
 dist.all_gather_object(parts, out.detach())
 alone = nn.BurstAttention(128, 4, num_kv_heads=2)
 alone.load_state_dict(attention.state_dict())
@@ -83,6 +87,26 @@ dist.all_gather_object(texts, labels)
 expected = whole.roll(-1)
 expected[:, [399, 649, 1000]] = -100
 assert layout.unshard(texts).equal(expected)
+"""
+    chunks, generation = (blocks(ROOT / f"docs/{x}.md", "python") for x in ("chunks", "generation"))
+    assert ALONE in chunks[0] and ALONE in generation[0]
+    check += f"""
+def run(code, sp):
+    names = {{"given": sp}}
+    exec(code.replace("{ALONE}", "sp = given"), names)
+    return names
+
+
+from bmt_burst import SequenceParallel
+for code in ({chunks[0]!r}, {generation[0]!r}):
+    shared, alone = run(code, sp), run(code, SequenceParallel())
+    if "tokens" in shared:
+        assert shared["tokens"].shape == (1, 5) and shared["tokens"].equal(alone["tokens"])
+        continue
+    weights = [x["attention"].parameters() for x in (shared, alone)]
+    for one, other in zip(*weights, strict=True):
+        dist.all_reduce(one.grad)
+        assert (one.grad - other.grad).abs().max() < 1e-4 * other.grad.abs().max()
 dist.barrier()
 __import__("os")._exit(0)  # torch 2.13: a gloo thread may abort an interpreter that shuts down
 """
