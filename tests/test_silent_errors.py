@@ -12,6 +12,7 @@ from torch.nn import functional
 from bmt_burst import Layout, Mask, SequenceParallel, Slice
 from bmt_burst.parts.chunks import Chunk
 from bmt_burst.sparse.queries import Choosers
+from examples import own_stack
 from tests.launcher import ROOT
 
 PAGE = ROOT / "docs/silent-errors.md"
@@ -33,13 +34,15 @@ FAULTS = []
 def fault_of(test: str, name: str = ""):
     """Register a fault that a test of the page must find.
 
-    It puts `fault(original, names)` in the place of a name of the page, or patches the library.
+    It puts `fault(original, names)` in the place of a name of examples/own_stack.py, or patches the
+    library.
     """
 
     def register(fault):
-        def put_in(names, monkeypatch):
+        def put_in(monkeypatch):
+            names = vars(own_stack)
             if name:
-                names[name] = fault(names[name], names)
+                monkeypatch.setitem(names, name, fault(names[name], names))
             else:
                 fault(names, monkeypatch)
 
@@ -252,8 +255,8 @@ def test_the_library_passes(test):
 @pytest.mark.parametrize(("test", "fault"), FAULTS)
 def test_a_fault_is_found(test, fault, monkeypatch):
     """By an assertion of the page's test, not by an error of the library."""
+    fault(monkeypatch)
     names = page()
-    fault(names, monkeypatch)
     with pytest.raises(AssertionError) as raised:
         names[test]()
     assert raised.traceback[-1].name == test
