@@ -30,8 +30,7 @@ class Block(nn.Module):
     def forward(self, x, cos, sin, part):
         q, k, v = self.qkv(F.layer_norm(x, (WIDTH,))).unflatten(-1, (3, HEADS, -1)).unbind(2)
         q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
-        mixed = part.mix(self.layer, self.kind, q, k, v)  # the one line for attention
-        return x + self.out(mixed.flatten(2))
+        return x + self.out(part.mix(self.layer, self.kind, q, k, v).flatten(2))
 
 
 class Model(nn.Module):

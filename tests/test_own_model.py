@@ -103,7 +103,7 @@ def test_new_tokens_are_those_of_the_old_model():
 
 def test_the_page_shows_the_example_and_the_test():
     *shown, test = blocks(ROOT / "docs/own-model.md", "python")
-    assert len(shown) == 3
+    assert len(shown) == 2
     assert all(code in inspect.getsource(own_model) for code in shown)
     assert test == inspect.getsource(compare_with_the_old_model)
 
