@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,7 @@ from models.cpm_live.config import HF_KINDS, LiveConfig
 from models.hf_config import config_from_hf
 from models.huggingface import CONFIG, expect, read_config, read_fields, read_folder
 from models.model_center import config_from_model_center, is_model_center
-from models.origins import TABLE
-from models.tensor_files import is_file, open_folder
+from models.tensor_files import is_file
 from models.weights import Expected
 from train.registry import KINDS, Kind, load
 
@@ -31,37 +30,41 @@ def kind_of(config: ModelConfig) -> Kind:
 
 def config_of(values: Any, accept: Collection[str] = ()) -> ModelConfig:
     """Return the configuration in a JSON file of any kind, which its `model_type` names. Files of
-    CPM-Live, of ModelCenter and of older versions lack it, and are known by their fields.
+    CPM-Live, of ModelCenter and of older versions lack it, and have fields of their own.
 
     `accept` names unknown fields of a Hugging Face config.json that change nothing. Raises
     ValueError or TypeError.
     """
     if not isinstance(values, dict):
         raise ValueError(f"expected names and values, got {type(values).__name__}")
-    named = str(values.get("model_type"))
-    for kind in KINDS:
-        if kind.name == named:
-            return load(kind.config).from_dict(values)
-        if kind.name == HF_KINDS.get(named):
-            return load(kind.config).from_hf(values)
+    if live := _live_kind(values):
+        config = load(live.config)
+        return config.from_hf(values) if _is_hf(values) else config.from_dict(values)
     if is_model_center(values):
         return config_from_model_center(values)
     if "dim_model" in values:
-        return load(_kind_by_fields(values).config).from_dict(values)
-    if "num_hidden_layers" in values or "architectures" in values:
-        return config_from_hf(values, accept)
-    return CPMConfig.from_dict(values)
-
-
-def _kind_by_fields(values: dict[str, Any]) -> Kind:
-    fitting = [kind for kind in KINDS if kind.own & values.keys()]
-    if len(fitting) != 1:
         names = ", ".join(kind.name for kind in KINDS[1:])
         raise ValueError(
             f"the kind of this model is ambiguous: add model_type, one of {names}, or "
             "the pos_bias_type of ModelCenter's Llama"
         )
-    return fitting[0]
+    if "num_hidden_layers" in values or "architectures" in values:
+        return config_from_hf(values, accept)
+    return CPMConfig.from_dict(values)
+
+
+def _live_kind(values: Mapping[str, Any]) -> Kind | None:
+    """Return the kind of CPM-Live that a file has, or None for other files."""
+    named = str(values.get("model_type"))
+    by_field = "model_type" not in values and not is_model_center(values)
+    for kind in KINDS[1:]:
+        if kind.name == HF_KINDS.get(named, named) or (by_field and kind.own & values.keys()):
+            return kind
+    return None
+
+
+def _is_hf(values: Mapping[str, Any]) -> bool:
+    return values.get("model_type") in [*HF_KINDS]
 
 
 def saved_model(path: Path, state: Any) -> ModelConfig:
@@ -76,7 +79,7 @@ def saved_model(path: Path, state: Any) -> ModelConfig:
 def read_model(folder: Path, accept: Collection[str] = ()) -> ModelConfig:
     """Return the model of a folder of weights, or raise ValueError if none here computes it."""
     values = read_folder(folder)
-    if not _is_live(folder, values):
+    if _live_kind(values) is None:
         return read_config(folder, accept)
     try:
         return config_of(values)
@@ -95,15 +98,8 @@ def expected_weights(source: Path, model: ModelConfig, name: str, untie: bool) -
         advice = f": give --model{found or ' with the configuration of these weights'}"
         return Expected(model, kind, name, {}, untie, advice)
     values = read_folder(source)
-    live = LIVE_HF_FIELDS if values.get("model_type") in HF_KINDS else {}
-    fields = live if _is_live(source, values) else read_fields(source)
+    fields = read_fields(source)
+    if _live_kind(values):
+        fields = LIVE_HF_FIELDS if _is_hf(values) else {}
     return expect(source, model, kind, fields, untie)
 
-
-def _is_live(folder: Path, values: dict[str, Any]) -> bool:
-    """Whether a folder has a model of CPM-Live. Sizes do not tell, but names of weights do."""
-    if values.get("model_type") in [*HF_KINDS, *HF_KINDS.values()]:
-        return True
-    if "dim_model" not in values or is_model_center(values):
-        return False
-    return any(name.endswith(TABLE) for name in open_folder(folder))
