@@ -8,7 +8,7 @@ import pytest
 
 from bmt_burst import IGNORE_INDEX
 from tests.preparing import edit_index, write_documents
-from tests.test_documents import EOS, LENGTHS, without_documents
+from tests.test_documents import EOS, LENGTHS
 from train.data import documents
 from train.data.folder import Sequences, TokenFile
 from train.data.stored import StoredNumbers, TokenWriter
@@ -48,11 +48,6 @@ def begun(documents: list[list[int]], bos: int | None) -> list[list[int]]:
     return [[*(first if document[0] != bos else []), *document, EOS] for document in documents]
 
 
-def without_bos(folder) -> None:
-    """Make a data folder one of before there were begin tokens."""
-    edit_index(folder, bos_id=None, begun_documents=None)
-
-
 def rows_by_hand(
     documents: list[list[int]], seq_len: int
 ) -> list[tuple[list[int], list[int], list[int]]]:
@@ -74,25 +69,19 @@ def rows_by_hand(
 @pytest.mark.parametrize("bos", [None, BOS, EOS])
 @pytest.mark.parametrize("text", TEXTS)
 def test_rows_are_cut_from_documents_which_may_have_a_begin_token_each(tmp_path, text, bos):
-    """Documents are found by documents.bin and, in older folders, by eos. Rows have every length,
-    so they are cut at every place.
-    """
-    written(tmp_path / "data", TEXTS[text])
+    """Rows have every length, so they are cut at every place."""
+    file = written(tmp_path / "data", TEXTS[text])
     expected = begun(TEXTS[text], bos)
     tokens = sum(map(len, expected))
-    for how in ("documents.bin", "eos"):
-        file = TokenFile(tmp_path / "data")
-        assert file.documents.how == how
-        for seq_len in range(1, tokens + 1):
-            data = Sequences(file, seq_len, 0, documents=True, bos=bos)
-            rows = [
-                (row.tokens.tolist(), row.labels.tolist(), [*row.documents])
-                for row in map(data.read, range(len(data)))
-            ]
-            assert rows == rows_by_hand(expected, seq_len)
-            assert data.read(None).documents == (0, seq_len)
-            assert data.padding == pytest.approx(1 - (tokens - 1) / (len(data) * seq_len))
-        without_documents(tmp_path / "data", documents=None)
+    for seq_len in range(1, tokens + 1):
+        data = Sequences(file, seq_len, 0, documents=True, bos=bos)
+        rows = [
+            (row.tokens.tolist(), row.labels.tolist(), [*row.documents])
+            for row in map(data.read, range(len(data)))
+        ]
+        assert rows == rows_by_hand(expected, seq_len)
+        assert data.read(None).documents == (0, seq_len)
+        assert data.padding == pytest.approx(1 - (tokens - 1) / (len(data) * seq_len))
 
 
 @pytest.mark.parametrize(
@@ -121,7 +110,6 @@ def test_data_that_counts_begun_documents_is_not_searched(tmp_path, monkeypatch,
 
 
 def test_a_search_goes_through_all_of_the_data_in_pieces(folder, monkeypatch):
-    without_bos(folder)
     expected = TokenFile(folder).with_begin_token(3)[:]
     assert len(expected) == 79 + 8
     monkeypatch.setattr(documents, "_SCANNED", 4)
@@ -137,16 +125,13 @@ OF_BEFORE = {
 
 @pytest.mark.parametrize("documents", [True, False])
 def test_without_begin_tokens_rows_are_those_of_before_bit_for_bit(folder, documents):
-    without_bos(folder)
-    for _ in ("documents.bin", "eos"):
-        data = Sequences(TokenFile(folder), 16, 3, documents=documents)
-        rows = [data.read(data.order(sample)) for sample in range(2 * len(data))]
-        shown = (
-            repr((row.tokens.tolist(), row.labels.tolist(), row.documents if documents else None))
-            for row in rows
-        )
-        assert hashlib.sha256("".join(shown).encode()).hexdigest() == OF_BEFORE[documents]
-        without_documents(folder, documents=None)
+    data = Sequences(TokenFile(folder), 16, 3, documents=documents)
+    rows = [data.read(data.order(sample)) for sample in range(2 * len(data))]
+    shown = (
+        repr((row.tokens.tolist(), row.labels.tolist(), row.documents if documents else None))
+        for row in rows
+    )
+    assert hashlib.sha256("".join(shown).encode()).hexdigest() == OF_BEFORE[documents]
 
 
 def test_wrong_begin_tokens_are_refused(folder):
@@ -159,7 +144,7 @@ def test_wrong_begin_tokens_are_refused(folder):
         TrainConfig(documents="ignore", bos="</s>")
     with pytest.raises(ValueError, match="--bos does not go with --model cpm-bee-tiny, a cpm-bee"):
         TrainConfig(model="cpm-bee-tiny", bos="<s>").model_config()
-    for wrong in (257, -1, "</s>", True):
+    for wrong in (257, -1, "</s>", True, None):
         edit_index(folder, bos_id=wrong)
         with pytest.raises(ValueError, match=f"expected a bos_id among 257 tokens, got {wrong!r}"):
             TokenFile(folder)

@@ -180,13 +180,12 @@ def test_large_files_are_compared_by_samples(token_folder, monkeypatch):
         TokenFile(token_folder)
 
 
-def test_folders_of_older_versions_open_and_their_contents_are_not_checked(token_folder, capsys):
-    digest = TokenFile(token_folder).digest
-    assert TokenFile(token_folder).index["digest"] == digest
-    edit_index(token_folder, digest=None, sha256=None)
-    assert TokenFile(token_folder).digest == digest
-    warning = "older index.json without sha256, so file contents are not checked"
-    assert warning in capsys.readouterr().err
+def test_folders_of_older_versions_are_refused(token_folder):
+    index = TokenFile(token_folder).index
+    for name in ("digest", "sha256", "eos_id", "documents"):
+        edit_index(token_folder, **{**index, name: None})
+        with pytest.raises(ValueError, match=f"has no {name}, .*: prepare the data again"):
+            TokenFile(token_folder)
 
 
 def rewritten(file):

@@ -33,12 +33,6 @@ def folder(tmp_path):
     return write_documents(tmp_path / "data", documents)
 
 
-def without_documents(folder, **index):
-    """Make a folder one of before. `index` is merged into its index.json."""
-    (folder / "documents.bin").unlink(missing_ok=True)
-    edit_index(folder, "documents.bin", **index)
-
-
 def test_labels_end_with_the_documents_of_a_mask():
     tokens = torch.arange(20).view(2, 10)
     masks = [Mask.documents((0, 4, 9, 10)), Mask.documents((0, 10), window=2)]
@@ -58,18 +52,6 @@ def test_labels_end_with_the_documents_of_a_mask():
             shift_labels(tokens, **arguments)
 
 
-def test_folders_without_starts_of_documents_are_read_as_one_text(folder):
-    without_documents(folder, eos_id=None)
-    file = TokenFile(folder)
-    assert file.documents is None
-    row = Sequences(file, 16, 0).read(0)
-    assert row.documents == (0, len(row.tokens))
-    assert (row.labels != IGNORE_INDEX).all()
-    unknown = "has no documents.bin, and its index.json has no eos_id, .* give --documents ignore"
-    with pytest.raises(ValueError, match=unknown):
-        Sequences(file, 16, 0, documents=True)
-
-
 @pytest.mark.parametrize(
     ("starts", "message"),
     [
@@ -80,7 +62,7 @@ def test_folders_without_starts_of_documents_are_read_as_one_text(folder):
     ],
 )
 def test_wrong_starts_of_documents_are_refused(folder, starts, message, monkeypatch):
-    without_documents(folder, documents=len(starts))
+    edit_index(folder, "documents.bin", documents=len(starts))
     np.array(starts, dtype=np.int64).tofile(folder / "documents.bin")
     expected = f"documents.bin.*{message}"
     with pytest.raises(ValueError, match=expected):

@@ -13,7 +13,6 @@ from tests.live import write_vocabulary
 from tests.preparing import edit_index, write_instances, write_tokens
 from tests.runs import forget, read_records, records, train
 from tests.test_batches import Tokens, batches
-from tests.test_documents import without_documents
 from train.base import ranks
 from train.cpm_live.tokenizers import AntGreedyTokenizer
 from train.data.folder import Sequences
@@ -206,11 +205,6 @@ def test_sources_that_do_not_fit_together_are_refused_by_name(mixed, tmp_path):
     check(r"sources code \(.*\) and again .* the same text", data=same)
     edit_index(tmp_path / "short", bos_id=3)
     check("begin token 256 in source code, but begin token 3 in source books: give --bos")
-    without_documents(tmp_path / "short", eos_id=None)
-    check(
-        "known where documents start in source code, but not in source books: prepare "
-        f"{tmp_path}/short again, or give --documents ignore"
-    )
     assert train(mixed, documents="ignore", steps=1)
     tokenizer = tmp_path / "short/tokenizer.spec.json"
     tokenizer.write_text(json.dumps({**json.loads(tokenizer.read_text()), "identity": "0" * 64}))

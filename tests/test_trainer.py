@@ -18,8 +18,6 @@ from models.huggingface import load_cpm, save_weights
 from tests.live import changed
 from tests.preparing import edit_index
 from tests.runs import forget, newest, records, train, written_text
-from tests.test_begin import without_bos
-from tests.test_documents import without_documents
 from tests.test_model import SMALL, initialized
 from tests.test_sparse import SMALL as SPARSE
 from train.base import ranks
@@ -313,22 +311,10 @@ def test_documents_are_kept_apart_unless_the_run_resumes_one_that_did_not(
     assert records(tmp_path / "run") == expected
     assert not records(tmp_path / "run", "documents")
     train(settings, output=str(tmp_path / "new"))
-    assert "documents kept apart by documents.bin" in capsys.readouterr().out
+    assert "documents kept apart" in capsys.readouterr().out
     assert records(tmp_path / "new") != expected
     assert min(records(tmp_path / "new", "documents").values()) > 2
     assert set(records(tmp_path / "new", "balance").values()) == {1.0}
-
-
-def test_documents_are_told_apart_or_not_as_asked_and_as_can_be(settings, tmp_path):
-    without_documents(tmp_path / "text", eos_id=None)
-    unknown = "so it is not known where documents start; give --documents ignore"
-    with pytest.raises(ranks.RankError, match=unknown):
-        train(settings, documents="mask", output=str(tmp_path / "refused"))
-    validated = {"data": str(tmp_path / "other"), "val_data": settings["data"]}
-    with pytest.raises(ranks.RankError, match=r"text has no documents\.bin"):
-        train(settings, **validated, output=str(tmp_path / "refused-too"))
-    assert train(settings)
-    assert not records(tmp_path / "run", "documents")
 
 
 def test_training_and_validation_have_begin_tokens_and_resuming_keeps_them(
@@ -341,7 +327,7 @@ def test_training_and_validation_have_begin_tokens_and_resuming_keeps_them(
     names = ("loss", "grad_norm", "val_loss", "documents", "balance")
     train(settings, **options)
     expected = [records(tmp_path / "run", name) for name in names]
-    shown = "documents kept apart by documents.bin, each after begin token 256"
+    shown = "documents kept apart, each after begin token 256"
     printed, warned = capsys.readouterr()
     assert (printed.count(shown), warned) == (2, "")
     forget(tmp_path / "run", 4)
@@ -352,13 +338,6 @@ def test_training_and_validation_have_begin_tokens_and_resuming_keeps_them(
     train(settings, **options, bos="none", output=str(tmp_path / "without"))
     without = [records(tmp_path / "without", name) for name in names]
     assert all(without[i][step] != expected[i][step] for i in (0, 2) for step in expected[i])
-    for name in ("text", "other"):
-        without_bos(tmp_path / name)
-    capsys.readouterr()
-    train(settings, **options, output=str(tmp_path / "older"))
-    assert [records(tmp_path / "older", name) for name in names] == without
-    warning = "text was prepared without a begin token, so documents get none; --bos TOKEN"
-    assert warning in capsys.readouterr().err
 
 
 def test_the_strategy_may_change_on_resume(settings, tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""The places where documents start in a folder of tokens, from documents.bin or after each eos.
+"""The places where documents start in a folder of tokens.
 
 With --bos, a begin token in front of each document is a token of its row. A document that is cut at
 a row's end continues in the next row without one.
@@ -19,8 +19,6 @@ _SCANNED = 1 << 20  # tokens at once
 
 class StoredDocuments:
     """Documents by documents.bin. Raises ValueError unless `starts` rise from 0."""
-
-    how = "documents.bin"
 
     def __init__(self, file: Path, tokens: int):
         self._file, self._tokens = file, tokens
@@ -50,20 +48,6 @@ class StoredDocuments:
         return starts
 
 
-class DocumentsByEos:
-    """Documents of a folder without documents.bin. One starts after each eos."""
-
-    how = "eos"
-
-    def __init__(self, tokens: StoredNumbers, eos_id: int):
-        self._tokens, self._eos_id = tokens, eos_id
-
-    def between(self, start: int, stop: int) -> np.ndarray:
-        before = max(start - 1, 0)
-        starts = np.flatnonzero(self._tokens[before : stop - 1] == self._eos_id) + before + 1
-        return np.concatenate([[0], starts]) if start <= 0 < stop else starts
-
-
 class BegunText:
     """Tokens and documents with token `bos` in front of each document that does not start with it.
 
@@ -71,12 +55,9 @@ class BegunText:
     `begun`, the number of documents that start with `bos`, is known to be none or all.
     """
 
-    how: str
-
     def __init__(
-        self, tokens: StoredNumbers, documents: Documents, bos: int, begun: int | None = None
+        self, tokens: StoredNumbers, documents: StoredDocuments, bos: int, begun: int | None
     ):
-        self.how = documents.how
         self._tokens, self._documents, self._bos = tokens, documents, bos
         # places in the file; in this text, the n-th added token is n tokens later
         self._added = _documents_without(tokens, documents, bos, begun)
@@ -105,9 +86,6 @@ class BegunText:
         return _count_below(self._added, place, each=1)
 
 
-Documents = StoredDocuments | DocumentsByEos | BegunText  # `how` is the source of their places
-
-
 def _count_below(numbers: StoredNumbers | np.ndarray, limit: int, each: int = 0) -> int:
     """Count the rising numbers below a limit. The i-th one is made `each` times i larger."""
     return bisect.bisect_left(
@@ -116,19 +94,17 @@ def _count_below(numbers: StoredNumbers | np.ndarray, limit: int, each: int = 0)
 
 
 def _documents_without(
-    tokens: StoredNumbers, documents: Documents, bos: int, begun: int | None
+    tokens: StoredNumbers, documents: StoredDocuments, bos: int, begun: int | None
 ) -> StoredNumbers | np.ndarray:
     """Return the places of the documents that do not start with token `bos`: rising, int64."""
-    stored = None
-    if isinstance(documents, StoredDocuments):
-        documents.check()
-        stored = documents.starts
-        if begun in (0, len(stored)):
-            return stored if begun == 0 else np.empty(0, np.int64)
+    documents.check()
+    stored = documents.starts
+    if begun in (0, len(stored)):
+        return stored if begun == 0 else np.empty(0, np.int64)
     without = []
     for place in range(0, len(tokens), _SCANNED):
         scanned = tokens[place : place + _SCANNED]
         starts = documents.between(place, place + len(scanned))
         without.append(starts[scanned[starts - place] != bos])
     found = np.concatenate(without)
-    return stored if stored is not None and len(found) == len(stored) else found
+    return stored if len(found) == len(stored) else found

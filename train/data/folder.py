@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bmt_burst import IGNORE_INDEX
-from train.data.documents import BegunText, Documents
+from train.data.documents import BegunText, StoredDocuments
 from train.data.source import Stored
 from train.data.stored import StoredNumbers
 from train.data.token_file import TokenFile
@@ -56,8 +56,8 @@ class Sequences(Stored):
     `documents`, these are kept apart, and the last token of one has no target. With `bos`, this
     token stands in front of each document that does not start with it, and counts as a token.
 
-    Raises ValueError for fewer than two tokens, for `documents` whose starts are not known, and
-    for `bos` without `documents` or outside of the vocabulary.
+    Raises ValueError for fewer than two tokens, and for `bos` without `documents` or outside of the
+    vocabulary.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Sequences(Stored):
                 f"{self.folder}: expected a begin token below {self.vocab_size}, the size of the "
                 f"vocabulary, got {bos}"
             )
-        self._starts: Documents | None = file.known_documents() if documents else None
+        self._starts: StoredDocuments | BegunText | None = file.documents if documents else None
         self._text: StoredNumbers | BegunText = file.tokens
         if bos is not None:
             self._text = self._starts = file.with_begin_token(bos)
@@ -101,7 +101,7 @@ class Sequences(Stored):
         if self._starts is None:
             return "documents not kept apart"
         begin = f", each after begin token {self.bos}" if self.bos is not None else ""
-        return f"documents kept apart by {self._starts.how}{begin}"
+        return f"documents kept apart{begin}"
 
     @property
     def padding(self) -> float:

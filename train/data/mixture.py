@@ -97,21 +97,6 @@ class Mixture(Source):
         self.documents = first.documents
 
     @property
-    def finds_documents(self) -> bool:
-        """Raises ValueError if it is known in one source, but not in another."""
-        known = {name: source.finds_documents for name, source in self.sources.items()}
-        if len(set(known.values())) > 1:
-            [with_starts, *_], [without, *_] = (
-                [name for name in known if known[name] is is_known] for is_known in (True, False)
-            )
-            raise ValueError(
-                f"it is known where documents start in source {with_starts}, but not in source "
-                f"{without}: prepare {self.sources[without].folder} again, or give --documents "
-                "ignore"
-            )
-        return self._first.finds_documents
-
-    @property
     def bos_id(self) -> int | None:
         """Raises ValueError if sources have different begin tokens."""
         found = {source.bos_id: name for name, source in self.sources.items()}

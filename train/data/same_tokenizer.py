@@ -37,16 +37,13 @@ def check_weights(
     `tokenizer`, the data's, is compared with each one next to the weights. Raises ValueError if all
     differ, unless it has more tokens and the vocabulary `grows`. If `allowed`, this is a warning.
     """
-    expected, found = saved_identity(data), list(find_tokenizers(folder_of(weights), tokenizer.eos))
+    expected, found = tokenizer.identity, list(find_tokenizers(folder_of(weights), tokenizer.eos))
     if not found:
         _warn_of_missing(weights)
         return "it has no tokenizer.json or tokenizer.model to compare with the run's tokenizer"
     others = [other for _, other in found if isinstance(other, Tokenizer)]
     has_theirs = any(extends(tokenizer, other) for other in others)
     foreign = None if has_theirs else "the run has another tokenizer"
-    if expected is None:
-        _warn_of_missing(data)
-        return foreign
     if any(expected == other.identity for other in others) or (grows and has_theirs):
         return foreign
     shown = [

@@ -31,11 +31,6 @@ class Source(ABC):
 
     @property
     @abstractmethod
-    def finds_documents(self) -> bool:
-        """Whether it is known where documents start."""
-
-    @property
-    @abstractmethod
     def bos_id(self) -> int | None:
         """The begin token that documents get by default, if there is one."""
 
@@ -95,10 +90,6 @@ class Stored(Source):
     @abstractmethod
     def read(self, index: int) -> Any:
         """Return row `index`."""
-
-    @property
-    def finds_documents(self) -> bool:
-        return self.file.documents is not None
 
     @property
     def bos_id(self) -> int | None:

@@ -28,8 +28,6 @@ _MOST_LANES, _FILES_PER_LANE = 64, 4
 class Stream(Source):
     """The rows of a stream."""
 
-    finds_documents = True
-
     def __init__(
         self,
         folder: Path,

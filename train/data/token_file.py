@@ -1,7 +1,7 @@
 """Tokens on disk, in a folder that prepare_data.py writes:
 
 tokens.bin      all documents, one after the other, each ended by eos; uint16 or uint32
-documents.bin   the place where each document starts: int64; older folders may lack it
+documents.bin   the place where each document starts: int64
 tokenizer.*     the tokenizer, with its identity (train/data/same_tokenizer.py)
 index.json      counts, dtype, sources, and the sha256 of every other file; written last
 """
@@ -14,14 +14,18 @@ from pathlib import Path
 import numpy as np
 
 from models.json_files import read_json
-from train.base import ranks
 from train.base.files import hash_file
 from train.base.folders import inside
 from train.base.wording import counted
-from train.data.documents import BegunText, Documents, DocumentsByEos, StoredDocuments
+from train.data.documents import BegunText, StoredDocuments
 from train.data.stored import StoredNumbers, sample_digest
 
 _CHEAP = 1 << 28  # bytes of a file that are hashed whenever it is opened
+_FACTS = {  # of an index, with their types
+    **dict.fromkeys(("tokens", "documents", "vocab_size", "eos_id"), int),
+    **dict.fromkeys(("dtype", "digest"), str),
+    "sha256": dict,
+}
 
 
 class TokenFile:
@@ -46,47 +50,23 @@ class TokenFile:
         self._check_size("tokens.bin", self.index["tokens"] * dtype.itemsize)
         if not self.index["tokens"]:
             raise ValueError(f"{self.folder / 'tokens.bin'} is empty")
-        documents = inside(self.folder, "documents.bin")
-        if documents.exists() and isinstance(self.index.get("documents"), int):
-            self._check_size("documents.bin", self.index["documents"] * 8)
+        self._check_size("documents.bin", self.index["documents"] * 8)
         self.tokens = StoredNumbers(self.folder / "tokens.bin", dtype)
-        if "sha256" in self.index:
-            self._verify()
-        else:
-            ranks.warn(
-                f"{self.folder} has an older index.json without sha256, so file contents are not "
-                "checked"
-            )
-        self.documents = self._open_documents(documents)
-
-    def _open_documents(self, file: Path) -> Documents | None:
-        """Return where documents start, or None. Check all of documents.bin unless it is large."""
-        if file.exists():
-            stored = StoredDocuments(file, len(self.tokens))
-            if file.stat().st_size <= _CHEAP:
-                stored.check()
-            return stored
-        eos_id = self.index.get("eos_id")
-        return DocumentsByEos(self.tokens, eos_id) if type(eos_id) is int else None
+        self._verify()
+        file = self.folder / "documents.bin"
+        self.documents = StoredDocuments(file, len(self.tokens))
+        if file.stat().st_size <= _CHEAP:
+            self.documents.check()
 
     @property
     def bos_id(self) -> int | None:
-        """The tokenizer's begin token, which documents get by default. None in older folders."""
+        """The tokenizer's begin token, which documents get by default. None for instances."""
         return self.index.get("bos_id")
 
     def with_begin_token(self, bos: int) -> BegunText:
         """Return the text with token `bos` in front of each document, or raise ValueError."""
         begun = self.index.get("begun_documents") if self.bos_id == bos else None
-        return BegunText(self.tokens, self.known_documents(), bos, begun)
-
-    def known_documents(self) -> Documents:
-        """Return where documents start. Raises ValueError if that is not known."""
-        if self.documents is None:
-            raise ValueError(
-                f"{self.folder} has no documents.bin, and its index.json has no eos_id, so it is "
-                "not known where documents start; give --documents ignore"
-            )
-        return self.documents
+        return BegunText(self.tokens, self.documents, bos, begun)
 
     @cached_property
     def digest(self) -> str:
@@ -118,16 +98,16 @@ class TokenFile:
                 f"{self.folder} is a stream, which only --data of pretrain.py reads: prepare these "
                 "files without --stream"
             )
-        for name, kind in (("tokens", int), ("dtype", str), ("vocab_size", int)):
+        for name, kind in _FACTS.items():
             if not isinstance(index.get(name), kind):
-                raise ValueError(f"{file} has no {name}, {kind.__name__}")
+                raise ValueError(
+                    f"{file} has no {name}, {kind.__name__}: prepare the data again, unless it is "
+                    "damaged"
+                )
         if index["dtype"] not in ("uint16", "uint32"):
             raise ValueError(f"{file}: expected dtype uint16 or uint32, got {index['dtype']!r}")
-        if not isinstance(index.get("sha256", {}), dict):
-            raise ValueError(f"{file}: expected files in sha256, got {index['sha256']!r}")
-        if (bos := index.get("bos_id")) is not None and not (
-            type(bos) is int and 0 <= bos < index["vocab_size"]
-        ):
+        bos = index.get("bos_id")
+        if "instances" not in index and not (type(bos) is int and 0 <= bos < index["vocab_size"]):
             raise ValueError(
                 f"{file}: expected a bos_id among {index['vocab_size']} tokens, got {bos!r}"
             )

@@ -97,7 +97,7 @@ def keep_documents_apart(inputs: Inputs, config: TrainConfig, resumed: Path | No
     """Return the inputs with documents apart or not, and their begin token, as in `resumed`.
     Raises ValueError if that is not possible, or if most positions would be padding.
     """
-    apart = resume.choose_documents(config, resumed, inputs.training)
+    apart = resume.choose_documents(config, resumed)
     bos = resume.choose_begin_token(config, resumed, apart, inputs.training, inputs.tokenizer)
     training = inputs.training.keep_documents_apart(apart, bos)
     validation = {

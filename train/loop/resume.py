@@ -116,11 +116,11 @@ def begins_stage(config: TrainConfig) -> bool:
     return config.new_stage and config.resume != "auto"
 
 
-def choose_documents(config: TrainConfig, path: Path | None, data: Source) -> bool:
-    """Whether to keep documents apart: by option, else as before, else if it is possible."""
+def choose_documents(config: TrainConfig, path: Path | None) -> bool:
+    """Whether to keep documents apart: by option, else as in checkpoint `path`, else always."""
     if config.documents == "auto" and path is not None and not begins_stage(config):
         return saved_documents(checkpoint.Checkpoint(path).state) == "mask"
-    return data.finds_documents if config.documents == "auto" else config.documents == "mask"
+    return config.documents != "ignore"
 
 
 def saved_documents(state: dict) -> str:
@@ -137,11 +137,6 @@ def choose_begin_token(
     if config.bos == "auto" and path is not None and not begins_stage(config):
         return saved_begin_token(checkpoint.Checkpoint(path).state)
     if config.bos == "auto":
-        if data.bos_id is None:
-            ranks.warn(
-                f"{data.folder} was prepared without a begin token, so documents get none; "
-                "--bos TOKEN puts one in front of each"
-            )
         return data.bos_id
     return named_token(config.bos, tokenizer, str(data.folder))
 

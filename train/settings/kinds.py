@@ -102,4 +102,3 @@ def expected_weights(source: Path, model: ModelConfig, name: str, untie: bool) -
     if _live_kind(values):
         fields = LIVE_HF_FIELDS if _is_hf(values) else {}
     return expect(source, model, kind, fields, untie)
-

@@ -170,7 +170,7 @@ class DataSettings:
     documents: str = option(
         "auto",
         "mask: tokens attend to their own document only; ignore: a sequence is one text; auto: "
-        "mask if the data says where documents start; a resumed run keeps its choice",
+        "mask, but a resumed run keeps its choice",
         choices=("auto", "mask", "ignore"),
         instances="its instances say which tokens see each other",
     )

@@ -79,8 +79,8 @@ class Trained:
             check_folder(place, self.path / checkpoint.TOKENIZER, self.path)
         else:
             weights = Path(config.init_from or "")
-            check_weights(place, self.tokenizer, weights, config.allow_other_tokenizer)
-        apart = resume.choose_documents(config, self.path, data)
+            check_weights(place, load_tokenizer(place), weights, config.allow_other_tokenizer)
+        apart = resume.choose_documents(config, self.path)
         if self.path is None and config.bos == "auto":  # as the folder of the weights says
             bos = self.bos if apart else None
         else:
