@@ -7,7 +7,8 @@ from bmt_burst import Cache, SequenceParallel, simulate
 from models.cpm_ant import ant_scores
 from tests.live import Golden, bee_instance, golden
 from tests.reference import relative_error
-from train.generation.decoding import AntDecoder, BeeDecoder, continue_row, sampler
+from train.cpm_live.generate import AntDecoder, BeeDecoder, continue_row
+from train.generation.decoding import sampler
 
 FP32 = 1e-5  # as in test_cpm_live.py
 START, END = 6, 7

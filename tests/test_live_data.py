@@ -25,8 +25,7 @@ from train.base.wording import counted
 from train.cpm_live import rows as live_rows
 from train.cpm_live.batches import AntBatches, BeeBatches
 from train.cpm_live.instances import COLUMNS, Instance, bee_instance, shuffle_answers
-from train.cpm_live.packing import pack_rows
-from train.cpm_live.rows import AntRows, BeeRows, InstanceFile, ant_row, bee_row, hide
+from train.cpm_live.rows import AntRows, BeeRows, InstanceFile, ant_row, bee_row, hide, pack_rows
 from train.cpm_live.stored import AntWriter
 from train.cpm_live.tokenizers import AntGreedyTokenizer, BeeTokenizer
 from train.data.folder import TokenFile

@@ -1,11 +1,13 @@
 """Rows: instances packed into a fixed number of tokens, with the inputs of CPM-Live's models.
 
-Rows are packed once. Sample n of a run is one of them and a state of a random generator, by which a
-Bee's answers have another order, and an Ant's text another hidden part.
+Rows are packed once, best fit among the open rows. Sample n of a run is one of them and a state of
+a random generator, by which a Bee's answers have another order, and an Ant's text another hidden
+part.
 """
 
 from __future__ import annotations
 
+import bisect
 import math
 from abc import abstractmethod
 from collections.abc import Sequence, Sized
@@ -24,11 +26,11 @@ from models.cpm_live.config import AntConfig, BeeConfig, LiveConfig
 from models.cpm_live.scores import MOST_SLICES, ant_scores, bee_scores, slices_of
 from train.base.wording import counted
 from train.cpm_live.instances import COLUMNS, TASKS, Instance, shuffle_answers
-from train.cpm_live.packing import pack_rows
 from train.cpm_live.stored import InstanceFiles
 from train.data.source import Stored
 from train.data.token_file import TokenFile
 
+_OPEN = 64  # rows that may still be filled
 _DEEPEST = 8  # largest number of steps to a common ancestor that is distinguished
 _HIDDEN_SHARE = 0.15  # hidden share of a text with task "mlm" (BERT, arXiv 1810.04805)
 # The hidden tokens are in a few short runs (SpanBERT, arXiv 1907.10529).
@@ -36,6 +38,52 @@ _HIDDEN_LENGTH, _MOST_RUNS = 3, 16
 _ORDER, _TRAINING, _EVALUATION = 0, 1, 2  # seeds for different uses of random numbers
 # the arguments of bee_scores after the configuration
 _BEE_SCORED = "length context sample_ids num_segments segment segment_rel_offset segment_rel span"
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Rows of items: row r has items[starts[r] : starts[r + 1]], in this order. Both are int64."""
+
+    starts: np.ndarray
+    items: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def __getitem__(self, row: int) -> list[int]:
+        return self.items[self.starts[row] : self.starts[row + 1]].tolist()
+
+
+def pack_rows(
+    lengths: np.ndarray, slices: np.ndarray, size: int, most_slices: int, seed: int
+) -> Packed:
+    """Pack items of these lengths and slices (N,) into rows of at most these sizes, by the seed."""
+    rows: list[list[int]] = []
+    left: list[int] = []  # slices that each row has room for
+    spare: list[tuple[int, int]] = []  # room and number of each open row, rising
+    order = np.random.default_rng((seed, 0)).permutation(len(lengths))
+    for item, length, cost in zip(
+        order.tolist(), lengths[order].tolist(), slices[order].tolist(), strict=True
+    ):
+        fitting = range(bisect.bisect_left(spare, (length, -1)), len(spare))
+        at = next((at for at in fitting if left[spare[at][1]] >= cost), len(spare))
+        if at < len(spare):
+            room, row = spare.pop(at)
+        else:
+            room, row = size, len(rows)
+            rows.append([])
+            left.append(most_slices)
+            if len(spare) == _OPEN:
+                # close the fullest row
+                spare.remove(
+                    min(spare, key=lambda at: min(at[0] / size, left[at[1]] / most_slices))
+                )
+        rows[row].append(item)
+        left[row] -= cost
+        if room > length:
+            bisect.insort(spare, (room - length, row))
+    counts = np.cumsum([0, *map(len, rows)])
+    return Packed(counts, np.array([item for row in rows for item in row], dtype=np.int64))
 
 
 @dataclass(frozen=True)
