@@ -240,16 +240,19 @@ def _join_ends(low: str, high: str) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-MODELS, LENGTHS = ("minicpm4-0.5b", "minicpm4-8b"), (32768, 131072, 1048576)
+LENGTHS = (32768, 131072, 1048576)
+# for each model, numbers of GPUs and their GiB
+_GPUS = {
+    "minicpm4-0.5b": ((1, 24), (1, 80), (1, 139), (8, 80)),
+    "minicpm4-8b": ((1, 80), (1, 139), (2, 80), (2, 139), (8, 24), (8, 80), (8, 139)),
+}
 _HOST_GIB = 128.0  # for each GPU
 
 
 def options_table() -> str:
     """Return the table of recommended options."""
-    settings = itertools.product(MODELS, (1, 2, 8), (24, 80, 139))
-    return table(
-        ["model", "GPUs", "GiB", *map(tokens, LENGTHS)], [recommended(*x) for x in settings]
-    )
+    rows = [recommended(model, *each) for model, gpus in _GPUS.items() for each in gpus]
+    return table(["model", "GPUs", "GiB", *map(tokens, LENGTHS)], rows)
 
 
 def recommended(model: str, gpus: int, gib: int) -> list[str | int]:
