@@ -215,6 +215,7 @@ a section for each file. No file is on two pages.
   32:32 heads and "kv" for 32:8, so differences between these rows are noise.
 - **Errors** of a ring include one more rounding, of partial results to bf16.
 - **"two halves of a host"**: four GPUs emulate two hosts with a slow link, about 2.5 GiB/s a rank.
+- **Pretraining at 1024K tokens** on 8 GPUs is a single step, with compilation.
 - **The mask "bee"** is a row of CPM-Bee's long-context training with its bias
   (`bench/live_rows.py`). "without a bias" computes the same pairs without it. The kernel with a
   bias computes the pairs "by table"; some of these depend on segments ("by segments"), the others
