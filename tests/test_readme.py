@@ -171,10 +171,13 @@ def test_every_link_leads_somewhere():
             assert anchor in anchors, f"{path.name}: {link}"
 
 
+FOLDERS = "bmt_burst|models|train|bench|examples|tests|docs"
+
+
 def test_every_file_they_name_is_there():
     for path in PAGES:
         text = without_code(path)
-        names = set(re.findall(r"\b(?:bmt_burst|models|train|bench|examples|tests|docs)/[\w/.-]*\w", text))
+        names = set(re.findall(rf"\b(?:{FOLDERS})/[\w/.-]*\w", text))
         assert not [name for name in names if not (ROOT / name).exists()], path.name
     [tree] = re.findall(r"\n\n```\n(.*?)```", README.read_text(), re.DOTALL)
     for line in tree.splitlines():
