@@ -1,6 +1,6 @@
 """The other files of --init-from FOLDER: their record, and what an export takes over from it.
 
-Every checkpoint has the record, so an export does not need the folder (docs/pretraining.md).
+Every checkpoint has the record, so an export does not need the folder (docs/weights.md).
 """
 
 from __future__ import annotations
