@@ -9,10 +9,12 @@ import pytest
 
 from models.config import CPMConfig
 from models.rope import Linear
+from train.base.command_line import read_total
 from train.loop.progress import learning_rate
 from train.loop.stages import parse_run
 from train.settings.config import TrainConfig
 from train.settings.facts import ALL_STAGES, HOST, ONE_STAGE, PATH, REPLACES
+from train.settings.options import parse_options
 from train.settings.settings import COMPONENTS, FACTS
 
 
@@ -92,6 +94,18 @@ def test_help_names_every_option(capsys):
         parse_run(["--help"])
     text = capsys.readouterr().out
     assert all(f"--{name.replace('_', '-')}" in text for name in TrainConfig.__dataclass_fields__)
+
+
+def test_lengths_count_in_1024_and_totals_in_1000(capsys):
+    for text, expected in (("131072", 131072), ("128K", 131072), ("1m", 2**20), ("1.5K", 1536)):
+        _, given = parse_options(["--seq-len", text, "--chunk", text])
+        assert given == {"seq_len": expected, "chunk": expected}
+    for text, expected in (("10B", 1e10), ("1e11", 1e11), ("2.5T", 2.5e12), ("7", 7.0)):
+        assert read_total(text) == expected
+    for text in ("128X", "K", "1.0001K", "inf", ""):
+        with pytest.raises(SystemExit):
+            parse_options(["--seq-len", text])
+        assert "argument --seq-len: expected a" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import argparse
 import dataclasses
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ if __name__ == "__main__":
     die_with_parent()  # early, since the parent may die while torch is imported
 
 from train.base import ranks
-from train.base.command_line import ArgumentParser
+from train.base.command_line import ArgumentParser, read_length
 from train.base.folders import write_aside
 from train.checkpoints import checkpoint
 from train.data.batches import Batches
@@ -57,13 +57,13 @@ _SHARED = {  # options of pretrain.py that have the same meaning here
 }
 
 
-def _numbers(kind: type) -> Any:
+def _numbers(kind: Callable[[str], Any]) -> Any:
     """Return a function that reads "1,2,4" as a tuple of numbers."""
 
     def read(text: str) -> tuple:
         try:
             return tuple(kind(part) for part in text.split(","))
-        except ValueError as error:
+        except (ValueError, argparse.ArgumentTypeError) as error:
             raise argparse.ArgumentTypeError(
                 f"expected numbers with commas between them, got {text!r}"
             ) from error
@@ -104,8 +104,8 @@ def _parser() -> ArgumentParser:
     )
     add(
         "--lengths",
-        type=_numbers(int),
-        help="tokens of these texts and of sequences of --data, as in 4096,32768 (default: texts "
+        type=_numbers(read_length),
+        help="tokens of these texts and of sequences of --data, as in 4K,32K (default: texts "
         "of a quarter, a half and all of --seq-len, sequences of --seq-len)",
     )
     add("--depths", type=_numbers(float), help="where the needle is (default: 0,0.25,0.5,0.75,1)")

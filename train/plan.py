@@ -20,7 +20,7 @@ from typing import Any
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from train.base.command_line import ArgumentParser
+from train.base.command_line import ArgumentParser, read_total
 from train.planning.report import Budget, advice, describe, table
 from train.planning.search import Cluster, find_any_longest, find_best, plan
 from train.planning.seconds import GPUS
@@ -53,7 +53,7 @@ def _parser() -> ArgumentParser:
         help="memory of a host for each of its GPUs; by default it is not a limit",
     )
     cost = parser.add_argument_group("the whole run")
-    cost.add_argument("--tokens", type=float, help="tokens of the run, for example 1e11")
+    cost.add_argument("--tokens", type=read_total, help="tokens of the run, as in 1e11 or 100B")
     cost.add_argument("--price-per-gpu-hour", type=float, metavar="PRICE", help="in any currency")
     add_options(parser, _OPTIONS)
     return parser

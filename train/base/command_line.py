@@ -7,6 +7,33 @@ from typing import Any, NoReturn
 
 from train.base.files import leave_reason
 
+_UNITS = "KMBT"
+
+
+def read_length(text: str) -> int:
+    """Return a number of tokens, as in "131072" or "128K", where K is 1,024."""
+    try:
+        return int(text)
+    except ValueError:
+        length = _read_amount(text, 1024)
+    if not length.is_integer():
+        raise argparse.ArgumentTypeError(f"expected a whole number of tokens, got {text!r}")
+    return int(length)
+
+
+def read_total(text: str) -> float:
+    """Return a total of tokens, as in "1e11" or "100B", where K is 1,000."""
+    return _read_amount(text, 1000)
+
+
+def _read_amount(text: str, thousand: int) -> float:
+    power = _UNITS.find(text[-1:].upper() or " ") + 1
+    try:
+        return float(text[:-1] if power else text) * thousand**power
+    except ValueError as error:
+        expected = f"a number, with one of {', '.join(_UNITS)} behind it or without"
+        raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}") from error
+
 
 class ArgumentParser(argparse.ArgumentParser):
     """A parser that reports an error in one line on stderr, and exits with code 2."""

@@ -55,6 +55,7 @@ class Facts:
 
     help       its text in --help
     choices    its values. None if there are others
+    is_length  whether it is a number of tokens, which a command line may have as 128K
     least, below, positive, infinite
                the range of a number, and whether it may be infinite
     check      raises ValueError or TypeError for other values, except None
@@ -65,6 +66,7 @@ class Facts:
     help: str
     scope: Scope = NOWHERE
     choices: tuple[str, ...] | None = None
+    is_length: bool = False
     least: int | None = None
     below: int | None = None
     positive: bool = False

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from train.base.command_line import ArgumentParser
+from train.base.command_line import ArgumentParser, read_length
 from train.base.wording import flag
 from train.data.shares import parse_sources
 from train.settings.config import TrainConfig
@@ -95,6 +95,8 @@ def _add_option(group: Any, f: dataclasses.Field) -> None:
         extra |= {"action": SourcesAction, "nargs": "+", "metavar": "PATH"}
     elif facts.choices:
         extra |= {"type": kind, "choices": facts.choices}
+    elif facts.is_length:
+        extra |= {"type": read_length, "metavar": "TOKENS"}
     elif kind is dict:
         extra |= {"type": _json_object, "metavar": "JSON"}
     else:

@@ -115,6 +115,7 @@ class ModelSettings:
         None,
         "tokens that a token sees, itself included, in layers with a window, else in all",
         REPLACES,
+        is_length=True,
         least=1,
         instances="its layers have no windows",
     )
@@ -181,7 +182,9 @@ class DataSettings:
         "generate.py and evaluate.py: as in training, or as the folder of --init-from says",
         instances="its instances say themselves how they begin",
     )
-    seq_len: int = option(512, "tokens in one sequence, over all ranks that share it", least=1)
+    seq_len: int = option(
+        512, "tokens in one sequence, over all ranks that share it", is_length=True, least=1
+    )
     batch_size: int = option(8, "sequences in one optimizer step, over all ranks", least=1)
     micro_batch_size: int | None = option(
         None,
@@ -265,6 +268,7 @@ class ParallelSettings:
     mlp_tile: int | None = option(
         None,
         "tokens that the part of a block after its attention computes at once; by default all",
+        is_length=True,
         least=1,
     )
     chunk: int | None = option(
@@ -273,6 +277,7 @@ class ParallelSettings:
         "values and sums of their gradients only, and the forward of all chunks but the last runs "
         "twice; by default a sequence is one chunk",
         TECHNICAL,
+        is_length=True,
         least=1,
         instances="its attention has a bias",
     )
