@@ -12,7 +12,7 @@ from models.rope import Linear
 from train.base.command_line import read_total
 from train.loop.progress import learning_rate
 from train.loop.stages import parse_run
-from train.settings.config import TrainConfig
+from train.settings.config import TrainConfig, remark_length
 from train.settings.facts import ALL_STAGES, HOST, ONE_STAGE, PATH, REPLACES
 from train.settings.options import parse_options
 from train.settings.settings import COMPONENTS, FACTS
@@ -87,6 +87,18 @@ def test_options_that_spoil_a_model_are_named(tmp_path):
     (tmp_path / "deep.json").write_text("[" * 200_000)
     with pytest.raises(ValueError, match=r"deep\.json: .*recursion"):
         TrainConfig(model=str(tmp_path / "deep.json")).model_config()
+
+
+def test_a_length_is_compared_with_the_range_of_a_presets_rotary_positions():
+    for name, seq_len, expected in (
+        ("minicpm4-8b", 32768, None),
+        ("minicpm4-8b", 2**20, "beyond the 32,768 tokens that its rotary positions (longrope)"),
+        ("llama3.1-8b", 131072, None),
+        ("cpm-tiny", 2**20, None),
+    ):
+        config = TrainConfig(model=name, seq_len=seq_len)
+        remark = remark_length(config, config.model_config())
+        assert remark is None if expected is None else expected in remark
 
 
 def test_help_names_every_option(capsys):

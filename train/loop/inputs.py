@@ -16,7 +16,7 @@ from bmt_burst.spec import Spec
 from models.config import CPMConfig
 from models.mixers import find_lightning_flash
 from train.base import ranks
-from train.base.wording import counted, flag
+from train.base.wording import counted
 from train.data.mixture import Mixture, parts
 from train.data.same_tokenizer import check_folder
 from train.data.shares import parse_shares, validation_folders
@@ -26,7 +26,7 @@ from train.data.stream_files import StreamFiles, is_stream
 from train.data.tokenizer import Tokenizer, load_tokenizer
 from train.loop import resume
 from train.registry import KINDS, Kind, load
-from train.settings.config import TrainConfig
+from train.settings.config import TrainConfig, remark_length
 from train.settings.kinds import ModelConfig, kind_of
 from train.settings.settings import DTYPES
 
@@ -201,14 +201,8 @@ def check_padding(config: TrainConfig, data: Source) -> None:
 
 def warn_of_length(config: TrainConfig, model: ModelConfig, option: str | None = None) -> None:
     """Warn if rows are longer than the model was made for. `option` gave their length."""
-    longest = model.longest_sequence if isinstance(model, CPMConfig) else None
-    if longest and config.seq_len > longest:
-        others = ("rope_theta", "rope_scaling") if option is None else ()
-        advice = " and ".join(flag(name) for name in others if getattr(config, name) is None)
-        ranks.warn(
-            f"{option or '--seq-len'} {config.seq_len:,} is beyond the {longest:,} tokens that the "
-            f"model was made for{f': see {advice}' if advice else ''}"
-        )
+    if isinstance(model, CPMConfig) and (remark := remark_length(config, model, option)):
+        ranks.warn(remark)
 
 
 def check_kernel(config: TrainConfig, model: ModelConfig, device: torch.device) -> None:

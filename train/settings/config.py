@@ -16,6 +16,7 @@ from bmt_burst.bias.scoring import TableScoring
 from bmt_burst.spec import Spec
 from models.config import CPMConfig
 from models.json_files import read_json
+from models.rope import Llama3
 from models.tensor_files import is_file
 from models.weights import Expected
 from train.base.wording import counted, flag
@@ -308,6 +309,24 @@ def refuses_chunk(settings: TrainConfig, tokens: int) -> str | None:
             f"{tokens}"
         )
     return None
+
+
+def remark_length(settings: TrainConfig, model: CPMConfig, option: str | None = None) -> str | None:
+    """Return a remark if rows are longer than the model was made for, or than its rotary scaling
+    if that is not known. `option` gave their length.
+    """
+    longest, made, scaling = model.longest_sequence, "the model was", model.rope_scaling
+    # Llama 3.1 and 3.2 were not made for the lengths that follow from their factors
+    if longest is None and scaling and not isinstance(scaling, Llama3):
+        longest, made = scaling.extended_length, f"its rotary positions ({scaling.kind}) were"
+    if longest is None or settings.seq_len <= longest:
+        return None
+    others = ("rope_theta", "rope_scaling") if option is None else ()
+    advice = " and ".join(flag(name) for name in others if getattr(settings, name) is None)
+    return (
+        f"{option or '--seq-len'} {settings.seq_len:,} is beyond the {longest:,} tokens that "
+        f"{made} made for{f': see {advice}' if advice else ''}"
+    )
 
 
 def _check_groups(settings: TrainConfig) -> int:
