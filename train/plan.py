@@ -1,16 +1,18 @@
 r"""Plan a pretraining run without a GPU: memory, time and price, and the command that starts it.
 
-    python train/plan.py --model minicpm4-8b --gpus 8 --gpu-memory 139 --seq-len 262144
-    python train/plan.py --model llama3-8b --gpus 64 --gpu h100 --seq-len 131072 --sp-size 8 \
-        --tokens 1e11 --price-per-gpu-hour 2.5
+    python train/plan.py --model minicpm4-8b --gpus 8 --gpu-memory 139 --seq-len 256K
+    python train/plan.py --model llama3-8b --gpus 64 --gpu h100 --seq-len 128K --sp-size 8 \
+        --tokens 100B --lr 3e-4 --price-per-gpu-hour 2.5
 
-Without --seq-len it plans the longest sequence that fits without offloading. docs/planning.md has
+Lengths may be 128K or 1M, in powers of 1,024, and totals 100B, in powers of 1,000. Without
+--seq-len it plans the longest sequence that fits without offloading. docs/planning.md has
 the formula, and says how near plans are to measured runs.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,7 +24,14 @@ if __name__ == "__main__":
 
 from train.base.command_line import ArgumentParser, read_total
 from train.planning.report import Budget, advice, describe, table
-from train.planning.search import Cluster, find_any_longest, find_best, plan
+from train.planning.search import (
+    Cluster,
+    find_any_longest,
+    find_best,
+    free_host_gib,
+    plan,
+    with_options,
+)
 from train.planning.seconds import GPUS
 from train.settings.config import TrainConfig
 from train.settings.options import add_options
@@ -32,7 +41,7 @@ _OPTIONS = {
     *("model", "init_from", "accept_field", "untie", "rope_theta", "rope_scaling", "sparse"),
     *("window", "dtype", "fp8", "chunk"),
     *("seq_len", "batch_size", "micro_batch_size"),
-    *("sp_size", "strategy", "inner_size", "ulysses_size", "engine", "offload_optimizer"),
+    *("sp_size", "strategy", "inner_size", "ulysses_size", "engine", "offload_optimizer", "lr"),
 }
 
 
@@ -50,7 +59,15 @@ def _parser() -> ArgumentParser:
         "--host-memory",
         type=float,
         metavar="GIB",
-        help="memory of a host for each of its GPUs; by default it is not a limit",
+        help="memory of a host for each of its GPUs; by default that of this host if it has GPUs, "
+        "else no limit",
+    )
+    machine.add_argument(
+        "--network",
+        type=float,
+        metavar="GB/S",
+        help="what a host receives from other hosts, in 10^9 bytes a second; by default sends "
+        "between hosts count as free",
     )
     cost = parser.add_argument_group("the whole run")
     cost.add_argument("--tokens", type=read_total, help="tokens of the run, as in 1e11 or 100B")
@@ -62,12 +79,17 @@ def _parser() -> ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     parser = _parser()
     given = vars(parser.parse_args(argv))
-    machine = {name: given.pop(name) for name in ("gpus", "gpu", "gpu_memory", "host_memory")}
+    names = ("gpus", "gpu", "gpu_memory", "host_memory", "network")
+    machine = {name: given.pop(name) for name in names}
     cost = {name: given.pop(name) for name in ("tokens", "price_per_gpu_hour")}
     try:
         hardware = GPUS[machine["gpu"]]
         gib = hardware.gib if machine["gpu_memory"] is None else machine["gpu_memory"]
-        cluster = Cluster(machine["gpus"], gib, hardware, machine["host_memory"])
+        cluster = Cluster(
+            machine["gpus"], gib, hardware, machine["host_memory"], machine["network"]
+        )
+        if cluster.host_gib is None:
+            cluster = dataclasses.replace(cluster, host_gib=free_host_gib(cluster.of_host))
         budget = Budget(cost["tokens"], cost["price_per_gpu_hour"])
         for part in _report(given, cluster, budget):
             print(part, flush=True)
@@ -89,6 +111,9 @@ def _report(given: dict[str, Any], cluster: Cluster, budget: Budget) -> Iterator
     if seq_len is None:
         longest = dataclasses.replace(config, seq_len=find_any_longest(planned))
         planned = plan(longest, cluster, engine)
+    if budget.tokens is not None:
+        steps = math.ceil(budget.tokens / (config.batch_size * planned.config.seq_len))
+        planned = with_options(planned, steps=steps)
     found, without = find_best(planned)
     yield describe(found or planned, budget)
     yield f"\n{table(planned, found or planned)}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import shlex
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from train.data.shares import source_words
 from train.settings.config import TrainConfig
 from train.settings.settings import DTYPES
 
+from .assumptions import days, describe_assumptions
 from .search import (
     Planned,
     find_longest,
@@ -23,9 +25,9 @@ from .search import (
 )
 from .seconds import GIB
 
-_GPUS_OF_HOST = 8  # at most
 _MEETING = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "FIRST_HOST:29500"]
-_DAY = 86400.0
+# options that a command has in any case, with what is to be filled in
+_NEEDED = {"--steps": "STEPS", "--lr": "LR", "--data": "DATA", "--output": "RUN"}
 _KIB = 1 << 10
 _SHORT_S = 0.1  # shorter steps are not planned well
 
@@ -47,7 +49,8 @@ class Budget:
 
 def describe(planned: Planned, budget: Budget) -> str:
     """Return the memory, the seconds and the cost of one plan."""
-    lines = [_describe_run(planned), "", *_describe_memory(planned), "", *_describe_time(planned)]
+    lines = [_describe_run(planned), *describe_assumptions(planned, budget.tokens)]
+    lines += ["", *_describe_memory(planned), "", *_describe_time(planned)]
     if budget.tokens is not None:
         lines += [_describe_cost(planned, budget.tokens, budget.price)]
     return "\n".join(lines)
@@ -90,6 +93,8 @@ def _describe_memory(planned: Planned) -> Iterator[str]:
     if memory.host:
         known = "" if cluster.host_gib is None else f" of {cluster.host_gib:g}"
         yield f"memory of the host for each GPU: {memory.host / GIB:.1f}{known} GiB"
+        if (count := cluster.of_host) > 1:
+            yield f"  of a host with {count} GPUs: {count * memory.host / GIB:.1f} GiB, pinned"
 
 
 def _describe_time(planned: Planned) -> Iterator[str]:
@@ -110,11 +115,12 @@ def _describe_time(planned: Planned) -> Iterator[str]:
 
 def _describe_cost(planned: Planned, tokens: float, price: float | None) -> str:
     """Return the days and the price of a run of so many tokens."""
-    seconds = tokens / planned.tokens_per_s
-    sentence = f"{tokens:.3g} tokens take {seconds / _DAY:,.1f} days"
+    steps = math.ceil(tokens / (planned.config.batch_size * planned.config.seq_len))
+    length = days(planned, tokens)
+    sentence = f"{tokens:,.0f} tokens ({counted(steps, 'step')}) take {length:,.1f} days"
     if price is None:
         return sentence
-    hours = planned.cluster.gpus * seconds / 3600
+    hours = planned.cluster.gpus * length * 24
     return f"{sentence} and {hours:,.0f} GPU hours, which cost {hours * price:,.0f}"
 
 
@@ -155,6 +161,8 @@ def advice(planned: Planned, found: Planned | None, without: Planned | None) -> 
         return f"No options fit. Give a shorter --seq-len, or more than {gpus}"
     gib = chosen.step.memory.total / GIB
     lines = [f"recommended ({gib:.1f} GiB, {chosen.seconds.total:.2f} s a step):", command(chosen)]
+    if not chosen.cluster.careful.fits(chosen.step):
+        lines = ["little memory is left: measured runs took up to 7 % more", *lines]
     if without is not None:
         lines = [compare_chunk(planned, found, without), *lines]
     elif planned.config.chunk is None and chosen.config.chunk is None:
@@ -201,14 +209,16 @@ def inputs_of_token(planned: Planned) -> int:
 
 
 def command(planned: Planned) -> str:
-    """Return the command that starts a run on each host. Capitals are to be filled in."""
-    gpus = planned.cluster.gpus
-    of_host = max(n for n in range(1, _GPUS_OF_HOST + 1) if gpus % n == 0)
-    hosts = ["--nnodes", str(gpus // of_host)] if gpus > of_host else []
-    meeting = _MEETING if hosts else []
-    launcher = ["torchrun", *hosts, "--nproc-per-node", str(of_host), *meeting, "train/pretrain.py"]
-    words = [*launcher, *_join(_given_options(planned.config)), "--data", "DATA", "--output", "RUN"]
-    return shlex.join(words)
+    """Return the command that starts a run on each host. Capitals are to be filled in: they stand
+    for options that every run needs and that have their default here.
+    """
+    cluster, given = planned.cluster, _given_options(planned.config)
+    hosts = ["--nnodes", str(cluster.hosts)] if cluster.hosts > 1 else []
+    launcher = ["torchrun", *hosts, "--nproc-per-node", str(cluster.of_host)]
+    launcher += [*(_MEETING if hosts else []), "train/pretrain.py"]
+    names = {name for name, *_ in given}
+    missing = [option for option in _NEEDED.items() if option[0] not in names]
+    return shlex.join([*launcher, *_join([*given, *missing])])
 
 
 def saving_flags(config: TrainConfig) -> list[str]:
@@ -222,11 +232,11 @@ def _given_options(config: TrainConfig) -> list[tuple[str, ...]]:
     options: list[tuple[str, ...]] = []
     for field in dataclasses.fields(TrainConfig):
         name, value = flag(field.name), getattr(config, field.name)
-        if field.name in ("data", "output") or value == field.default or value is None:
+        if value == field.default or value is None:
             continue
         if isinstance(value, bool):
             options.append((name if value else f"--no-{field.name.replace('_', '-')}",))
-        elif field.name == "val_data":
+        elif field.name in ("data", "val_data"):
             options.append((name, *source_words(value)))
         else:
             text = json.dumps(dict(value)) if isinstance(value, dict) else str(value)

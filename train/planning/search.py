@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from models.config import CPMConfig
+from train.checkpoints.rank_file import available_memory
 from train.settings.config import TrainConfig, refuses_chunk
 from train.settings.kinds import ModelConfig, kind_of
+from train.settings.settings import DTYPES
 
+from .hosts import Sends, add_waiting, count_sends
 from .memory import Step, plan_step
 from .seconds import GIB, Hardware, StepSeconds, step_seconds, usable_bytes
 
@@ -20,26 +26,46 @@ _MOST_RANKS = 1 << 10  # that share a sequence
 _MOST_CHUNKS = 1 << 13  # of a sequence, since the time for a plan grows with them
 _GRAIN = 1024  # tokens of a rank: the longest sequence is a multiple of these
 _TRIES = 24
-_TRUSTED = 0.92  # of the memory: docs/planning.md has the errors of plans
+_TRUSTED = 0.92  # of the memory, since measured runs took up to 7 % more than planned
+_GPUS_OF_HOST = 8  # at most
 _GROUPS = (2, 4, 8)  # of --checkpointing-every
 CHUNKS = (8192, 16384, 32768, 65536)  # a rank's tokens in the chunks that plans recommend
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """The GPUs of a run, and the GiB of each, and of the host for each, if they are known."""
+    """The GPUs of a run and the GiB of each. If they are known, also the GiB of the host for each,
+    and the GB/s (10^9 bytes) that a host receives from other hosts.
+    """
 
     gpus: int
     gib: float
     hardware: Hardware
     host_gib: float | None = None
+    network: float | None = None
 
     def __post_init__(self) -> None:
         if self.gpus < 1:
             raise ValueError(f"--gpus must be at least 1, got {self.gpus}")
         if self.host_gib is not None and not self.host_gib > 0:
             raise ValueError(f"--host-memory must be positive, got {self.host_gib:g}")
+        if self.network is not None and not 0 < self.network < math.inf:
+            raise ValueError(f"--network must be positive and finite, got {self.network:g}")
         usable_bytes(self.gib)
+
+    @property
+    def of_host(self) -> int:
+        """The GPUs of a host, at most eight."""
+        return max(n for n in range(1, _GPUS_OF_HOST + 1) if self.gpus % n == 0)
+
+    @property
+    def hosts(self) -> int:
+        return self.gpus // self.of_host
+
+    @property
+    def careful(self) -> Cluster:
+        """The same GPUs with a trusted part of their memory."""
+        return dataclasses.replace(self, gib=self.gib * _TRUSTED)
 
     @property
     def usable(self) -> int:
@@ -54,6 +80,11 @@ class Cluster:
         )
 
 
+def free_host_gib(gpus: int) -> float | None:
+    """Return the free memory of this host for each of `gpus` GPUs, or None if it has no GPU."""
+    return available_memory() / GIB / gpus if torch.cuda.is_available() else None
+
+
 @dataclass(frozen=True)
 class Planned:
     """A run with these options, on these GPUs. `keeps_weights` is that of TorchEngine."""
@@ -65,6 +96,13 @@ class Planned:
     step: Step
     seconds: StepSeconds
     keeps_weights: bool = False
+
+    @property
+    def sends(self) -> Sends:
+        """The sends between hosts."""
+        hosts, sharing = self.cluster.hosts, -(-self.config.sp_size // self.cluster.of_host)
+        itemsize, parameters = DTYPES[self.config.dtype].itemsize, self.model.num_parameters
+        return count_sends(self.step, parameters, itemsize, self.engine, hosts, sharing)
 
     @property
     def fits(self) -> bool:
@@ -99,9 +137,25 @@ def plan(
         raise ValueError(
             f"--fp8 needs GPUs that multiply in float8, which {cluster.hardware.name} lacks"
         )
-    step = plan_step(config, model, cluster.gpus, engine, keeps_weights)
+    step = plan_step(_in_hosts(config, cluster), model, cluster.gpus, engine, keeps_weights)
     seconds = step_seconds(step, cluster.hardware)
-    return Planned(config, model, cluster, engine, step, seconds, keeps_weights)
+    planned = Planned(config, model, cluster, engine, step, seconds, keeps_weights)
+    if cluster.network is None or cluster.hosts == 1:
+        return planned
+    rate = cluster.network * 1e9
+    waiting = add_waiting(seconds, step, planned.sends, cluster.hardware, rate)
+    return dataclasses.replace(planned, seconds=waiting)
+
+
+def _in_hosts(config: TrainConfig, cluster: Cluster) -> TrainConfig:
+    """Return the settings with the double ring that a run takes for sequences over several hosts,
+    unless other groups are given.
+    """
+    inner, given = cluster.of_host, (config.inner_size, config.ulysses_size)
+    is_grid = config.sp_size > inner and config.sp_size % inner == 0
+    if not is_grid or given != (None, None) or config.strategy == "ulysses":
+        return config
+    return dataclasses.replace(config, inner_size=inner)
 
 
 def dense_model(config: TrainConfig) -> CPMConfig:
@@ -192,7 +246,10 @@ def _search_longest(planned: Planned, grain: int) -> int:
 
 
 def find_any_longest(planned: Planned) -> int:
-    """Return the longest sequence, without offloading if one fits, or raise ValueError."""
+    """Return the longest sequence that fits a trusted part of the memory, without offloading if one
+    fits, or raise ValueError.
+    """
+    planned = dataclasses.replace(planned, cluster=planned.cluster.careful)
     offloads: dict[str, object] = {"offload_optimizer": planned.engine == "bmtrain"}
     for more in ({}, offloads):
         longest = max(
@@ -222,6 +279,21 @@ def _guess(tried: Planned, grains: int) -> int:
 
 
 def recommend(planned: Planned) -> Planned | None:
+    """Return the fastest plan that fits a trusted part of the memory, otherwise the fastest that
+    fits, or None.
+    """
+    return _within_trusted(_recommend, planned)
+
+
+def _within_trusted(find: Callable[[Planned], Planned | None], planned: Planned) -> Planned | None:
+    """Return the plan that `find` finds for a trusted part of the memory, else for all of it."""
+    for cluster in (planned.cluster.careful, planned.cluster):
+        if found := find(dataclasses.replace(planned, cluster=cluster)):
+            return dataclasses.replace(found, cluster=planned.cluster)
+    return None
+
+
+def _recommend(planned: Planned) -> Planned | None:
     """Return the fastest plan that fits, or None. Options must make it faster by 1 %.
 
     Chunks are among the options if the run has none. They are the last.
@@ -234,8 +306,9 @@ def recommend(planned: Planned) -> Planned | None:
 
 def find_best(planned: Planned) -> tuple[Planned | None, Planned | None]:
     """Return `recommend`'s plan, and the fastest without the run's --chunk if that is faster."""
-    found = recommend(planned)
-    other = None if planned.config.chunk is None else _find_fastest(planned, (None,))
+    found, other = recommend(planned), None
+    if planned.config.chunk is not None:
+        other = _within_trusted(lambda x: _find_fastest(x, (None,)), planned)
     return found, other if _pick_faster(found, other) is other else None
 
 
@@ -264,7 +337,7 @@ def as_run(planned: Planned) -> Planned:
     gathered weights stay for the backward if there is room.
     """
     config, cluster = planned.config, planned.cluster
-    careful = dataclasses.replace(cluster, gib=cluster.gib * _TRUSTED)
+    careful = cluster.careful
     chosen = config.checkpointing_blocks, config.checkpointing_every
     if config.checkpointing == "selective" and not config.offload and chosen == (None, None):
         planned = _save_more(dataclasses.replace(planned, cluster=careful))
