@@ -31,7 +31,17 @@ from .protocol import Kind, Memory, Room, Turn, check_alike, reserve_memory, sel
 
 @dataclass(frozen=True)
 class Softmax(SoftmaxAttention):
-    """Softmax attention as a kind of layer, with its memory."""
+    """Softmax attention as a kind of layer, which `part.mix` takes.
+
+    scale      factor of the scores, by default 1 / sqrt(D)
+    window     a token sees only itself and the window - 1 tokens before it, if the mask allows
+    extension  what burst_attn_func takes as `sparse`
+    flash, deterministic, strategy, backward, group_bytes, softcap
+               as burst_attn_func's
+
+    Its tensors besides q, k and v are the sinks (H,) or None, and those of the extension. Raises
+    TypeError for a value of a wrong type, ValueError for one that is out of range.
+    """
 
     def memory(self, room: Room, q: Tensor, k: Tensor, v: Tensor, *tensors: Any) -> KeyMemory:
         if (extension := self.extension) is None:
