@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from ..base.kept import find_kept
+from ..base.ranges import in_range
 from ..base.registry import Modules
 from ..merging.merge import stack_lse_delta
 from ..ranks.rings import Rings
@@ -91,7 +92,7 @@ class BlockPlan(Plan):
 
         def choose() -> Tensor:
             with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-                return self.choose_rows(rings, q, k)
+                return in_range("choice", self.choose_rows, rings, q, k)
 
         return find_kept(choose, "sparse attention chooses its blocks")
 
@@ -107,7 +108,8 @@ class BlockPlan(Plan):
         del near, near_lse
         for rows in self._gather_far(rings, k, v, chosen):
             for row, far in enumerate(rows):
-                find_kernels(q[row], far).add_far_outputs(q[row], far, out[row], lse[row])
+                kernel = find_kernels(q[row], far).add_far_outputs
+                in_range("kernel", kernel, q[row], far, out[row], lse[row])
         return out.to(q.dtype), lse, (chosen,)
 
     def backward(
@@ -124,7 +126,8 @@ class BlockPlan(Plan):
             with self.spans.returning(rings, (dk, dv), number, self.problem.sizes.partial) as grads:
                 for row, far in enumerate(rows):
                     tensors = q[row], far, lse_delta[row], dq[row], *(x[row] for x in grads)
-                    find_kernels(q[row], far).add_far_gradients(dout[row], *tensors)
+                    kernel = find_kernels(q[row], far).add_far_gradients
+                    in_range("kernel", kernel, dout[row], *tensors)
         none = (None,) * len(inputs)  # no gradient flows through the choice
         if keys.dk is None:
             dk, dv = dk.to(q.dtype), dv.to(q.dtype)
@@ -142,7 +145,8 @@ class BlockPlan(Plan):
         tokens, scale = self.problem.mask.kv_len, self.problem.spec.scale
         blocks = [FarBlocks.of_choice(row.int(), *ends, size, tokens) for row in chosen]
         for number, (first, _) in enumerate(self.spans.spans):
-            rows = zip(*self.spans.gather(rings, [k, v], number), blocks, strict=True)
+            keys = in_range("fetch", self.spans.gather, rings, [k, v], number)
+            rows = zip(*keys, blocks, strict=True)
             yield [FarKeys(k, v, of_row, first, scale) for k, v, of_row in rows]
 
     @functools.cached_property

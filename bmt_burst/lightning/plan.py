@@ -21,6 +21,7 @@ from torch import Tensor
 from ..base.autocast import without_autocast
 from ..base.compiled import not_compiled
 from ..base.kept import find_kept
+from ..base.ranges import in_range
 from ..calls.autograd import begin_backward
 from ..kernels.packed import make_dense
 from ..ranks.agreement import Terms, run_agreed
@@ -149,8 +150,8 @@ class PlannedLightning(torch.autograd.Function):
             states = kernel.forward_states(k, v, rates, segments)
 
             def exchange() -> Tensor:
-                found = plan.exchange(rings, "forward", rates, states.last, past.initial)
-                initial, past.final = found
+                given = rings, "forward", rates, states.last, past.initial
+                initial, past.final = in_range("states", plan.exchange, *given)
                 return initial
 
             if not plan.states.forward.is_any:
@@ -184,8 +185,8 @@ class PlannedLightning(torch.autograd.Function):
                 rates = find_rates(plan, plan.slopes, log_decay, q, ctx.needs_input_grad[3])
                 dense = make_dense(dout)
                 states = kernel.backward_states(q, dense, rates, scale, segments)
-                found = plan.exchange(rings, "backward", rates, states.last, past.dfinal)
-                dfinal, past.dinitial = found
+                of_states = rings, "backward", rates, states.last, past.dfinal
+                dfinal, past.dinitial = in_range("states", plan.exchange, *of_states)
                 grads: tuple[Tensor, ...] = kernel.gradients(
                     q, k, v, dense, rates, scale, segments, initial, states, dfinal
                 )

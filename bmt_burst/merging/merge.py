@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ..base.dtypes import accumulator_dtype
+from ..base.ranges import in_range
 from ..base.registry import Modules
 from ..sequence.span import Span, length
 from .parts import clip_parts, is_whole
@@ -80,7 +81,7 @@ class Sum:
     def fold(self) -> None:
         """Add up the parts so far, in the accumulator's dtype. Their memory is not read again."""
         self.wide = self.wide or self.new(self.shape, accumulator_dtype(self.dtype), self.device)
-        self._fill(self.wide)
+        in_range("merge", self._fill, self.wide)
         total, *lse = self.wide
         # the next sum reads this copy of lse while it writes lse
         self.parts, self.waiting = [([(0, self.shape[1])], total, *(x.clone() for x in lse))], 0
@@ -94,7 +95,7 @@ class Sum:
             if is_whole(self.parts, self.shape[1]) and self.parts[0][1].dtype == self.dtype:
                 return tuple(self.parts[0][1:])
             into = self.new(self.shape, self.dtype, self.device)
-        self._fill(into)
+        in_range("merge", self._fill, into)
         return into
 
     def sent(self, span: Span) -> Tensors:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeVar
 
 from ..base.autograd import stops_recomputation
+from ..base.ranges import in_range
 from ..base.streams import refuse_capture
 from ..errors import RankGone, RanksDisagree
 from ..sequence.differences import layout_difference, mask_difference
@@ -179,7 +180,7 @@ def _meet(
 
 def _exchange(rings: Rings, doing: str, line: bytes) -> tuple[bytes, ...]:
     try:
-        return tuple(rings.gather(line))
+        return tuple(in_range("agreement", rings.gather, line))
     except RankGone as gone:  # also RankLate
         raise mark_known(type(gone)(f"{doing}: {gone}")) from gone
     except Exception as lost:

@@ -12,6 +12,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from ..base.ranges import in_range
 from ..kernels import Kernel
 from ..merging.merge import stack_lse_delta
 from ..merging.parts import GradientPart, OutputPart
@@ -132,7 +133,8 @@ class Attention:
         """Yield the queries, out and lse of each call, as a single partial result."""
         for gathered in calls:
             rows, columns = gathered.q_spans, gathered.kv_spans
-            out, lse = self.forward(queries.gather(rows), keys.gather(columns), gathered)
+            here, there = queries.gather(rows), keys.gather(columns)
+            out, lse = in_range("kernel", self.forward, here, there, gathered)
             yield ((rows, out, lse),)
 
 
@@ -168,5 +170,6 @@ class AttentionGradient:
         """Yield the partial dq, dk and dv of each call, with their tokens."""
         for gathered in calls:
             rows, columns = gathered.q_spans, gathered.kv_spans
-            dq, dk, dv = self.backward(queries.gather(rows), keys.gather(columns), gathered)
+            here, there = queries.gather(rows), keys.gather(columns)
+            dq, dk, dv = in_range("kernel", self.backward, here, there, gathered)
             yield (rows, dq), (columns, dk), (columns, dv)

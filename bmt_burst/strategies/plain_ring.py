@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from ..base.dtypes import accumulator_dtype
+from ..base.ranges import in_range
 from ..merging.merge import Outputs
 from ..merging.parts import tokens_at
 from ..ranks.rings import Rings
@@ -63,7 +64,7 @@ class PlainRingPlan(Plan):
             for [part] in attention.compute(self._calls[hop], queries, Keys(*block)):
                 merged.add(*part)
             if hop + 1 < self.size:
-                block = self._pass_on(rings, block, hop)
+                block = in_range("hop", self._pass_on, rings, block, hop)
         out, lse = merged.result()
         return out, lse, ()
 
@@ -82,7 +83,7 @@ class PlainRingPlan(Plan):
                 for total, (spans, part) in zip((dq, dk, dv), parts, strict=True):
                     for span, place in in_turn(spans):
                         tokens_at(total, span).add_(tokens_at(part, place))
-            block = self._pass_on(rings, block, hop)
+            block = in_range("hop", self._pass_on, rings, block, hop)
         dk, dv = block[2:]
         if keys.dk is not None and keys.dv is not None:
             return dq.to(q.dtype), keys.dk.add_(dk), keys.dv.add_(dv), ()

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ...base.ranges import in_range
 from ...merging.merge import Outputs, Sum
 from ...merging.parts import is_whole, tokens_at
 from ...ranks.rings import Rings
@@ -80,7 +81,7 @@ class Execution(ABC):
         self.computed: list[Sum] = []
         try:
             for event in self.program.events:
-                getattr(self, f"_{event.do}")(event)
+                in_range(event, getattr(self, f"_{event.do}"), event)
         finally:
             for delivery in self.landed:
                 delivery.release()

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from ...base.dtypes import WIDE, accumulator_dtype, copy_unit
+from ...base.ranges import in_range
 from ...merging.merge import empty_lse, stack_lse_delta
 from ...merging.parts import by_token
 from ...ranks.rings import Rings
@@ -182,23 +183,24 @@ class UlyssesPlan(Plan):
         """
         ring, device, last = rings.inner, results[0].device, len(self.pieces) - 1
         rows, into = visits[0].to_rows(inputs), returns[0].to_rows(results)
-        there, back = [visits[0].start(ring, rows)], list[Delivery]()
+        there, back = [in_range("fetch", visits[0].start, ring, rows)], list[Delivery]()
         try:
             for piece, head_ring in enumerate(self.rings):
                 if piece < last:
-                    there.append(visits[piece + 1].start(ring, rows))
+                    there.append(in_range("fetch", visits[piece + 1].start, ring, rows))
                 visit = there.pop(0)
                 try:
-                    visit.wait()
+                    in_range("land", visit.wait)
                     heads, found = slice(*self.pieces[piece][self.place]), Tensors()
                     if head_ring:
-                        found = compute(head_ring, heads, visits[piece].receive(visit))
+                        landed = visits[piece].receive(visit)
+                        found = in_range("compute", compute, head_ring, heads, landed)
                 finally:
                     visit.release()
                 if back:
-                    returns[piece - 1].receive(back.pop(), into)
-                back.append(returns[piece].start(ring, found, device))
-            returns[last].receive(back.pop(), into)
+                    in_range("collect", returns[piece - 1].receive, back.pop(), into)
+                back.append(in_range("return", returns[piece].start, ring, found, device))
+            in_range("collect", returns[last].receive, back.pop(), into)
         finally:
             for delivery in (*there, *back):
                 delivery.wait()
