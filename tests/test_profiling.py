@@ -1,5 +1,6 @@
 """Traces of steps, and the table of where their time went."""
 
+import contextlib
 import gzip
 import json
 from types import SimpleNamespace
@@ -7,6 +8,9 @@ from types import SimpleNamespace
 import pytest
 from torch.autograd import DeviceType
 
+from bmt_burst import alibi_slopes, burst_attn_func, lightning_attn_func, simulate
+from bmt_burst.base import ranges
+from tests.cases import random_qkv
 from tests.runs import train
 from train.loop.profiling import sum_operators
 from train.settings.config import TrainConfig
@@ -26,7 +30,7 @@ def test_steps_are_profiled_and_their_time_is_shown(settings, tmp_path, capsys):
     names = spans(trace)
     # two steps of two micro-batches
     assert [names.count(phase) for phase in ("data", "forward", "optimizer")] == [2, 4, 2]
-    assert "aten::mm" in names
+    assert {"aten::mm", "burst kernel"} <= {*names}
     assert f"traces of all ranks: {tmp_path}/run/profile/steps_2-3_rank_*.json.gz" in printed
     rows = printed[printed.index("phase ") :]
     for name in ("forward ", "backward ", "PlannedAttention ", "others "):
@@ -69,3 +73,26 @@ def test_a_kernel_counts_once_on_gpus_and_an_operator_on_cpus():
     ]
     assert sum_operators(events, cuda=True) == {"gemm": 2.0}
     assert sum_operators(events, cuda=False) == {"aten::mm": 5.0, "gemm": 0.0}
+
+
+def test_calls_name_what_they_do(monkeypatch):
+    found = set()
+
+    @contextlib.contextmanager
+    def note(name):  # a profiler of one thread does not see the others
+        found.add(name.split(" 0")[0].rstrip())
+        yield
+
+    monkeypatch.setattr(ranges, "_profiler_enabled", lambda: True)
+    monkeypatch.setattr(ranges, "record_function", note)
+
+    def work(ring):
+        options = {"process_group": ring}
+        q, k, v = (x.requires_grad_() for x in random_qkv(1, 64, 4, 2, 16)[:3])
+        for strategy in ("ring", "ulysses", "plain-ring"):
+            burst_attn_func(q, k, v, causal=True, strategy=strategy, **options).sum().backward()
+        lightning_attn_func(q, q, q, alibi_slopes(4), **options).sum().backward()
+
+    simulate(2, work)
+    names = "agreement pack fetch land own compute kernel merge return collect states hop"
+    assert {f"burst {name}" for name in names.split()} <= found
