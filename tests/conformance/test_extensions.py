@@ -1,7 +1,8 @@
-"""Attention with extensions, against its definition in float64.
+"""Attention with extensions, and plain attention in parts, against its definition in float64.
 
 An entry of CASES has an extension and its definition for whole sequences on one process. To test
 your own, add one. Attention that is no softmax overrides the methods that call the library, too.
+tests/conformance/test_strategies.py has plain attention to whole sequences.
 """
 
 from __future__ import annotations
@@ -63,7 +64,9 @@ class Case:
     Tensors are those of one call by name: q (B, T, H, D), k and v (B, T, G, D), those of `learned`,
     and perhaps sinks (H,).
 
-    extension  what messages call by its name, and what has parts of attention that is no softmax
+    extension  what messages call by its name, and what has parts of attention that is no softmax;
+               None for plain attention
+    window     tokens that a query attends to, or None
     tokens     of a sequence in which all that the extension does occurs
     edge       tokens of a document from which on its computation changes
     kv_heads   G
@@ -74,9 +77,10 @@ class Case:
     is_softmax whether there are lse, sinks, strategies, padded masks and striped layouts of it
     """
 
-    extension: Extension | Lightning
+    extension: Extension | Lightning | None
     tokens: int
     edge: int
+    window: int | None = None
     kv_heads: int = 2
     learned: ClassVar[dict[str, Tensor]] = {}
     refused: ClassVar[Sequence[tuple[dict[str, Any], str]]] = ()
@@ -122,12 +126,35 @@ class Case:
         """Return the attention of a chunk, of a prompt or of new tokens of a Cache."""
         options = self.options(mask, tensors) | {"sinks": tensors.get("sinks")}
         del options["mask"]
-        found: Tensor = part.attend(0, *(tensors[x] for x in "qkv"), **options)
+        found: Tensor = part.attend(0, *(tensors[x] for x in "qkv"), self.window, **options)
         return found
 
 
 def multiply(q: Tensor, k: Tensor) -> Tensor:
     return SCALE * torch.einsum("ihd,jhd->hij", q, k)
+
+
+@dataclass(frozen=True, eq=False)
+class Plain(Case):
+    """Softmax attention without an extension. It is called for parts only."""
+
+    window: int | None = None
+    softcap: float | None = None
+    tokens: int = 90  # beyond a block of 64 new tokens, which one rank keeps
+    edge: int = 9
+    has_parts: bool = True
+    holds_nan: bool = False  # tests/test_nonfinite.py has its kernels
+    extension: ClassVar = None
+
+    def options(self, masks, tensors):
+        return {"mask": masks, "softcap": self.softcap}
+
+    def scores(self, q, k, mask, tensors):
+        scores = multiply(q, k)
+        if self.softcap:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        seen = mask if self.window is None else mask.windowed(self.window)
+        return scores.masked_fill(~seen.dense(), -torch.inf)
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,6 +188,26 @@ class Chosen(Case):
     def scores(self, q, k, mask, tensors):
         visible = self.find_pairs(q.detach(), k[:, :: HEADS // self.kv_heads].detach(), mask)
         return multiply(q, k).masked_fill(~visible, -torch.inf)
+
+
+def derive_choosers(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Return other queries and keys than those of attention, to choose blocks by."""
+    return q.detach().flip(-1), k.detach() * torch.linspace(-1, 1, SIZE, dtype=k.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class ChosenByOthers(Chosen):
+    """A choice of blocks by other queries and keys."""
+
+    refused: ClassVar = (({"choose_by": None}, "choose_by together with use_nope"),)
+
+    def options(self, masks, tensors):
+        choosers = derive_choosers(tensors["q"], tensors["k"])
+        return {"mask": masks, "sparse": self.extension, "choose_by": choosers}
+
+    def scores(self, q, k, mask, tensors):
+        by_q, by_k = derive_choosers(q, k[:, :: HEADS // self.kv_heads])
+        return multiply(q, k).masked_fill(~self.find_pairs(by_q, by_k, mask), -torch.inf)
 
 
 def find_moba_pairs(q: Tensor, k: Tensor, mask: Mask) -> Tensor:
@@ -330,9 +377,14 @@ class Recurrent(Case):
 
 MOBA = MoBA(block_size=4, topk=2)
 INFLLM = InfLLMV2(block_size=8, kernel_size=4, kernel_stride=2, window_size=8, topk=2, dense_len=-1)
+INFLLM_PAIRS = find_infllm_pairs, 113, INFLLM.exact_tokens
 CASES = {
+    "softmax": Plain(),
+    "window": Plain(window=11),
+    "softcap": Plain(softcap=2.0),
     "moba": Chosen(MOBA, find_moba_pairs, tokens=61, edge=12),
-    "infllm-v2": Chosen(INFLLM, find_infllm_pairs, tokens=113, edge=INFLLM.exact_tokens),
+    "infllm-v2": Chosen(INFLLM, *INFLLM_PAIRS),
+    "infllm-v2 by others": ChosenByOthers(replace(INFLLM, use_nope=True), *INFLLM_PAIRS),
     "bias": Biased(HEADS),
     "bias of groups": Biased(2),
     "temperatures": Warmed(),
@@ -342,7 +394,8 @@ CASES = {
 KINDS = "one", "odd", "borders", "padded"
 LAYOUTS = "zigzag", "balanced", "contiguous", "striped"
 RANKS = 1, 2, 3, 4, 8
-each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+# kinds of documents in chunks, and ranks
+CHUNKED = ("odd", 1), ("odd", 2), ("borders", 2), ("odd", 3), ("borders", 4), ("borders", 8)
 
 
 def cases(condition: Callable[[Case], bool]) -> Any:
@@ -350,8 +403,8 @@ def cases(condition: Callable[[Case], bool]) -> Any:
     return pytest.mark.parametrize("case", chosen.values(), ids=chosen)
 
 
-each_choice = cases(lambda case: isinstance(case, Chosen))
-each_softmax = cases(lambda case: case.is_softmax)
+each_extension = cases(lambda case: case.extension)
+each_choice = cases(lambda case: type(case) is Chosen)
 
 
 @pytest.fixture(autouse=True)
@@ -451,7 +504,7 @@ def check_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         torch.testing.assert_close(x, expected[name], rtol=0, atol=CLOSE, msg=name)
 
 
-@each_case
+@each_extension
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_whole_sequences(case, ranks, kind):
@@ -478,7 +531,7 @@ def test_striped_layouts_are_refused_without_softmax(case):
     simulate(2, work)
 
 
-@each_softmax
+@cases(lambda case: case.extension and case.is_softmax)
 @pytest.mark.parametrize("strategy", strategies.names())
 def test_strategies(case, strategy):
     """Those that cannot plan it refuse it by its name."""
@@ -496,7 +549,7 @@ def test_strategies(case, strategy):
         check_close(over_ranks(case, layout, mask, tensors, inner=2, **options), expected)
 
 
-@each_case
+@each_extension
 def test_rows_have_documents_of_their_own(case):
     masks = [documents(case, kind) for kind in ("odd", "one")]
     tensors, each = make_tensors(case, case.tokens, batch=2), []
@@ -512,8 +565,7 @@ def test_rows_have_documents_of_their_own(case):
 
 
 @cases(lambda case: case.has_parts)
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("kind", ["odd", "borders"])
+@pytest.mark.parametrize(("kind", "ranks"), CHUNKED)
 def test_chunks(case, ranks, kind):
     """Forward and backward, with documents across, at and within borders of chunks."""
     mask, tensors = documents(case, kind), make_tensors(case, case.tokens)
@@ -629,7 +681,7 @@ def test_nan_stays_in_its_document(case):
             assert one.equal(other), x
 
 
-@each_case
+@each_extension
 def test_what_excludes_it_is_refused_on_all_ranks(case):
     """One rank passes it. The others name this rank and its error. Then all ranks can go on."""
     layout, mask = Layout.zigzag(case.tokens, 2), documents(case, "one")
