@@ -10,8 +10,9 @@ import their contract from there.
 from __future__ import annotations
 
 import ast
+import functools
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -52,18 +53,21 @@ def modules(package: str) -> dict[str, Path]:
 MODULES = {package: modules(package) for package in ("bmt_burst", "train")}
 
 
-def imported(name: str) -> Iterator[tuple[str, bool]]:
-    """Yield what a module imports of its package, and whether it does when it is imported
+@functools.cache
+def imported(name: str) -> list[tuple[str, bool]]:
+    """Return what a module imports of its package, and whether it does when it is imported
     itself.
     """
     known = MODULES[name.split(".")[0]]
     package = name if known[name].name == "__init__.py" else name.rpartition(".")[0]
     tree = ast.parse(known[name].read_text())
     late = {id(x) for f in ast.walk(tree) if _is_late(f) for x in ast.walk(f)}
-    for node in ast.walk(tree):
-        for target in _find_targets(node, package, known):
-            if target in known:
-                yield target, id(node) not in late
+    return [
+        (target, id(node) not in late)
+        for node in ast.walk(tree)
+        for target in _find_targets(node, package, known)
+        if target in known
+    ]
 
 
 def _find_targets(node: ast.AST, package: str, known: Collection[str]) -> list[str]:
@@ -91,7 +95,9 @@ def _resolve(name: str, package: str) -> str:
 
 def _calls(names: str, node: ast.AST) -> bool:
     """Whether a node calls one of some functions, perhaps of a module."""
-    return isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in names.split()
+    if not isinstance(node, ast.Call):
+        return False
+    return getattr(node.func, "attr", getattr(node.func, "id", "")) in names.split()
 
 
 def _literal_name(node: ast.Call) -> str | None:
