@@ -157,7 +157,7 @@ RINGS = [(1, 1), (2, 2), (3, 3), (4, 4), (8, 8), (4, 2), (6, 3), (4, 1)]  # and 
 @pytest.mark.parametrize("tokens_choose", [False, True], ids=["slopes", "log_decay"])
 def test_chunks_equal_the_recurrence(tokens_choose, monkeypatch):
     """On 1 to 8 ranks and hosts, whatever the rows, documents, borders and layout in a chunk."""
-    for seed, (size, inner) in itertools.product(range(5), RINGS):
+    for seed, (size, inner) in itertools.product(range(2), RINGS):
         chance = random.Random(100 * seed + size + inner)
         monkeypatch.setattr(reference, "CHUNK", (5, 64)[seed % 2])
         tokens = chance.randint(3 * size, 48)

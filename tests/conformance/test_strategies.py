@@ -110,7 +110,7 @@ def test_equals_dense_attention(name, monkeypatch):
     in both directions.
     """
     done = 0
-    for seed in range(6 * len(RINGS)):
+    for seed in range(4 * len(RINGS)):
         if found := case(seed, name):
             mask, (layout, kv_layout), inner, (heads, _), tensors = found
             chance = random.Random(seed)
@@ -140,7 +140,7 @@ def test_equals_dense_attention(name, monkeypatch):
 
 @pytest.mark.parametrize("side", ["q", "kv"])
 @pytest.mark.parametrize("group_bytes", [0, 8_000, 1 << 30])
-@pytest.mark.parametrize(("size", "inner"), RINGS[1:])
+@pytest.mark.parametrize(("size", "inner"), [(2, 2), (8, 8), (6, 3), (8, 2)])
 def test_rings_send_either_side_in_passes_and_stages(size, inner, group_bytes, side, monkeypatch):
     """Some queries see nothing, and with many ranks some ranks see no other's tokens."""
     set_forward(monkeypatch, side)
