@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import random
 
 import pytest
@@ -14,8 +13,7 @@ from bmt_burst import Layout, Mask, alibi_slopes, lightning_attn_func, simulate
 from bmt_burst.base import kept
 from bmt_burst.lightning import reference
 from bmt_burst.lightning.rates import find_rates
-from bmt_burst.lightning.segments import Segments, StateExchange, StatePlan, plan_states
-from bmt_burst.sequence.layout import Stacked
+from bmt_burst.lightning.segments import Segments, plan_states
 from bmt_burst.sparse import Choices, keep_choices
 from tests.lightning import (
     Cut,
@@ -193,111 +191,6 @@ def test_a_strong_decay_rounds_no_later_one(size, strong):
     tensors = [x.float() for x in tensors]
     got, _ = over_ranks([Layout.zigzag(300, size)], tensors, log_decay, scale=1.0)
     assert worst_error([x.double() for x in got], expected) < 1e-5
-
-
-def test_a_backward_leaves_results_bitwise_equal_between_runs():
-    mask = Mask.documents((0, 20, 50, 77))
-    tensors, slopes = random_tensors(1, 77)
-    layouts = [Layout.zigzag(77, 4)]
-    first, second = (over_ranks(layouts, tensors, slopes, 2, mask=mask)[0] for _ in range(2))
-    assert all(x.equal(y) for x, y in zip(first, second, strict=True))
-
-
-# the plan
-
-
-def tokens_before(borders, position: int) -> dict[int, int]:
-    """Return the tokens of a document before a position, by how many tokens they decay over."""
-    start = max(border for border in borders if border <= position)
-    return {t: position - 1 - t for t in range(start, position)}
-
-
-def run_plans(plans: list[StatePlan], borders, inner: int, direction: str):
-    """Exchange states as dictionaries of tokens and decays. Return by rank what it takes."""
-    exchanges: list[StateExchange] = [getattr(plan, direction) for plan in plans]
-    held = [
-        dict(zip(x.own, own_states(plan, borders, direction), strict=True))
-        for plan, x in zip(plans, exchanges, strict=True)
-    ]
-    for name, peer_of in (
-        ("across", lambda rank, peer: peer * inner + rank % inner),
-        ("within", lambda rank, peer: rank - rank % inner + peer),
-    ):
-        hops = [getattr(x, name) for x in exchanges]
-        sent = [
-            (r, peer_of(r, to), *m) for r, x in enumerate(hops) for *m, to in peer_last(x.sends)
-        ]
-        received = [
-            (peer_of(r, of), r, *m) for r, x in enumerate(hops) for *m, of in peer_last(x.receives)
-        ]
-        # both ends of a pair have one order, and a receiver one place for each
-        assert sorted(sent, key=lambda x: x[:2]) == sorted(received, key=lambda x: x[:2])
-        places = [sorted(place for *_, place in x.receives) for x in hops]
-        assert all(at == [*range(len(at))] for at in places)
-        assert name == "across" or exchanges[0].most == max(map(len, places))
-        before = [dict(x) for x in held]
-        for sender, receiver, run, _ in sent:
-            assert run not in held[receiver], "it arrives once"
-            held[receiver][run] = before[sender][run]
-    taken = [[*add_up(x, states)] for x, states in zip(exchanges, held, strict=True)]
-    assert {x.is_any for x in exchanges} == {any(taken)}
-    return taken
-
-
-def peer_last(messages):
-    return [(run, place, peer) for run, peer, place in messages]
-
-
-def own_states(plan: StatePlan, borders, direction: str):
-    """Yield the last states of runs that leave one, in the order of the direction."""
-    spans = [(run.start, run.stop) for run in plan.runs]
-    if direction == "backward":
-        spans = [(borders[-1] - stop, borders[-1] - start) for start, stop in reversed(spans)]
-    for start, stop in spans:
-        if stop not in borders:
-            yield {t: n for t, n in tokens_before(borders, stop).items() if t >= start}
-
-
-def add_up(exchange: StateExchange, states: dict[int, dict[int, int]]):
-    for faded in exchange.sums:
-        tokens = [(t, n + decay) for run, decay in faded for t, n in states[run].items()]
-        found = dict(tokens)
-        assert len(found) == len(tokens), "each token is added once"
-        yield found
-
-
-def test_plans_bring_each_run_the_tokens_before_it():
-    for seed in CASES:
-        inner, masks, layouts = random_case(seed)
-        layout = Stacked(layouts)
-        tokens = layout.seq_len
-        borders = [*(s.q[0] for s in Mask.stacked(masks).slices), tokens]
-        mirrored = [tokens - border for border in reversed(borders)]
-        plans = [plan_states(layout, borders, rank, inner) for rank in range(layout.size)]
-        forward = run_plans(plans, borders, inner, "forward")
-        backward = run_plans(plans, mirrored, inner, "backward")
-        for plan, taken, returned in zip(plans, forward, backward, strict=True):
-            check_segments(plan, layout, borders)
-            opening = [run.start for run in plan.runs if run.start not in borders]
-            leaving = [tokens - run.stop for run in plan.runs[::-1] if run.stop not in borders]
-            assert taken == [tokens_before(borders, x) for x in opening], (seed, layout)
-            assert returned == [tokens_before(mirrored, x) for x in leaving], (seed, layout)
-            assert str(plan).startswith(f"rank {plan.rank}: positions ")
-
-
-def check_segments(plan: StatePlan, layout: Layout, borders) -> None:
-    """Compare segments with positions, token by token."""
-    positions = layout.positions(plan.rank).tolist()
-    begins = [
-        i for i, at in enumerate(positions)
-        if i == 0 or at in borders or at != positions[i - 1] + 1
-    ]  # fmt: skip
-    cuts = (*begins, len(positions))
-    assert plan.segments.cuts == cuts
-    numbered = list(enumerate(itertools.pairwise(cuts)))
-    opens = [i for i, (start, _) in numbered if positions[start] not in borders]
-    leaves = [i for i, (_, stop) in numbered if positions[stop - 1] + 1 not in borders]
-    assert (plan.segments.opens, plan.segments.leaves) == (tuple(opens), tuple(leaves))
 
 
 def test_a_plan_prints():
