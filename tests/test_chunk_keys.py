@@ -1,17 +1,13 @@
-"""The keys that chunks see and keep, against brute force."""
+"""The keys that chunks see and keep.
+
+tests/test_chunks.py attends to them, with random masks and layouts.
+"""
 
 from __future__ import annotations
 
-import random
-
-import pytest
-import torch
-
 from bmt_burst import Layout, Mask
 from bmt_burst.memories.chunk_keys import ChunkKeys, find_keys
-from bmt_burst.sequence.layout import LAYOUTS
 from bmt_burst.sequence.span import overlap
-from tests.cases import random_mask
 
 
 def count_kept(keys: ChunkKeys) -> int:
@@ -28,40 +24,6 @@ def hide_later_chunks(mask: Mask, chunks: Layout) -> Mask:
             for start, stop in chunks.spans
         ),
     )
-
-
-@pytest.mark.parametrize("seed", range(60))
-def test_seen_keys_are_in_memory_and_no_key_is_kept_for_nobody(seed):
-    chance = random.Random(seed)
-    size, tokens = chance.choice((1, 2, 3, 5)), chance.randint(40, 70)
-    most, window = chance.randint(2 * size + 2, 30), chance.choice((None, chance.randint(1, 40)))
-    chunks = Layout.chunks(tokens, size, most, chance.choice([*LAYOUTS]))
-    masks = tuple(
-        hide_later_chunks(random_mask(chance, tokens), chunks) for _ in range(chance.choice((1, 2)))
-    )
-    rows = masks if window is None else [mask.windowed(window) for mask in masks]
-    visible = torch.stack([row.dense() for row in rows])
-    firsts = [
-        min([start, *visible[:, start:stop].any(0).any(0).nonzero().flatten().tolist()])
-        for start, stop in chunks.spans
-    ]
-    for rank in range(size):
-        keys = find_keys(masks, chunks, rank, window)
-        memory = torch.full((max(each.own.stop for each in keys),), -1)
-        filled = 0
-        for number, each in enumerate(keys):
-            (start, stop), mine = chunks.spans[number], chunks.positions(rank)
-            memory[each.own] = mine[(mine >= start) & (mine < stop)]
-            filled = max(filled, each.own.stop)
-            assert memory[each.seen].equal(mine[(mine >= firsts[number]) & (mine < stop)])
-            assert memory[each.seen].equal(each.layout.positions(rank) + firsts[number])
-            for mask, row in zip(each.masks, visible, strict=True):
-                assert mask.dense().equal(row[start:stop, firsts[number] : stop])
-            later = min(firsts[number + 1 :], default=tokens)
-            kept = memory[each.last].clone()
-            assert kept.equal(mine[(mine >= max(start, later)) & (mine < stop)])
-            memory[each.kept] = kept
-        assert filled == len(memory), "memory for no more than there is"
 
 
 def test_causal_chunks_see_and_keep_all_keys_so_far():

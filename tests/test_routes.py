@@ -13,7 +13,6 @@ import torch
 
 from bmt_burst import Layout, Mask
 from bmt_burst.sequence.layout import LAYOUTS
-from bmt_burst.sequence.span import length
 from bmt_burst.sequence.tiling import Tiling
 from bmt_burst.strategies.ring.routes import Round, Routes
 from bmt_burst.transport.packing import Packing
@@ -121,44 +120,6 @@ def test_stages_are_few_and_within_limits(inner, outer):
                     <= routes.landing_tokens(stage.hops)
                     <= routes.landing_tokens(range(1, inner))
                 )
-
-
-@pytest.mark.parametrize(("inner", "outer"), GRIDS)
-def test_a_rank_knows_whether_it_has_a_part_in_what_travels(inner, outer):
-    """It does where a rank of its host attends to another one, or another host to it."""
-    for ring in rings(inner, outer):
-        layout, dense = ring.tiling.layout, ring.tiling.mask.dense()
-        exact = len(ring.tiling.mask.slices) == 1 and all(run.step == 1 for run in layout.runs(0))
-        for rank, routes in enumerate(ring.routes):
-            mine = ring.host_of(rank)
-            seen = [
-                dense[layout.positions(r)].any(0).index_fill(0, layout.positions(r), False).any()
-                for r in mine
-            ]
-            others = [layout.positions(r) for r in range(layout.size) if r not in mine]
-            lent = (
-                dense[torch.cat(others)][:, layout.positions(rank)].any()
-                if others
-                else torch.tensor(False)
-            )
-            expected = bool(torch.stack([*seen, lent]).any())
-            assert routes.traffic() == expected if exact else routes.traffic() >= expected
-
-
-def test_only_visible_tokens_are_sent():
-    """Rank r of 4 sees the last w - 1 tokens before its own; whole documents of a rank do not
-    travel at all.
-    """
-    layout = Layout.contiguous(64, 4)
-    ring = ring_of(Mask.window(64, 6), layout, 4, 1)
-    for rank, [round_] in enumerate(ring.rounds):
-        assert [(s.hops, s.tokens) for s in round_.stages] == [((1,), 5 if rank else 0)]
-        assert [(length(out.span), out.peer) for out in round_.stages[0].sends] == (
-            [(5, rank + 1)] if rank < 3 else []
-        )
-    for [round_] in ring_of(Mask.documents(range(0, 65, 8)), layout, 4, 1).rounds:
-        assert round_.stages == ()
-        assert round_.landing.tokens == 0
 
 
 @pytest.mark.parametrize("batch", [1, 3])
