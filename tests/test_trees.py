@@ -1,4 +1,7 @@
-"""Trees of tokens: masks against brute force, positions, windows, and attention over ranks."""
+"""Trees of tokens: masks against brute force, positions, windows and chunks.
+
+tests/conformance/test_masks.py attends with a tree over ranks.
+"""
 
 import random
 import time
@@ -7,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bmt_burst import Chunks, Layout, Mask, burst_attn_func, shift_labels, simulate
+from bmt_burst import Chunks, Layout, Mask, burst_attn_func, shift_labels
 from bmt_burst.sequence.mask import Slice
 from tests.cases import random_qkv
 
@@ -123,36 +126,6 @@ def test_trees_of_many_nodes_are_planned_soon(kind):
     assert len(mask.slices) <= 500
     Layout.balanced(mask, 8)
     assert time.process_time() - began < 0.5  # 0.03 s on an idle core
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("layout", ["zigzag", "balanced"])
-@pytest.mark.parametrize("window", [None, 40])
-def test_a_prompt_with_completions_equals_a_dense_softmax_over_ranks(ranks, layout, window):
-    """Out and gradients, with grouped heads and three levels."""
-    tree = [100, 31, 40, 12, 17], [None, 0, 0, 2, 2]
-    mask = Mask.tree(*tree)
-    mask = mask if window is None else mask.windowed(window)
-    where = (
-        Layout.balanced(mask, ranks) if layout == "balanced" else Layout.zigzag(mask.seq_len, ranks)
-    )
-    *inputs, dout = random_qkv(1, mask.seq_len, 4, 2, 8)
-
-    def work(ring):
-        mine = [where.shard(x, ring.rank, 1).requires_grad_() for x in inputs]
-        out = burst_attn_func(*mine, mask=mask, layout=where, process_group=ring)
-        grads = torch.autograd.grad(out, mine, where.shard(dout, ring.rank, 1))
-        return [out.detach(), *grads]
-
-    found = [where.unshard(list(parts), 1) for parts in zip(*simulate(ranks, work), strict=True)]
-    q, k, v = (x.clone().requires_grad_() for x in inputs)
-    wide_k, wide_v = (x.repeat_interleave(2, 2) for x in (k, v))
-    scores = torch.einsum("bihd,bjhd->bhij", q, wide_k) * 8**-0.5
-    probs = scores.masked_fill(~mask.dense(), -torch.inf).softmax(-1)
-    out = torch.einsum("bhij,bjhd->bihd", probs, wide_v)
-    expected = [out, *torch.autograd.grad(out, (q, k, v), dout)]
-    for ours, theirs in zip(found, expected, strict=True):
-        assert (ours - theirs).abs().max() < 1e-10
 
 
 @pytest.mark.parametrize("window", [None, 9])
