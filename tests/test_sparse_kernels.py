@@ -43,6 +43,10 @@ BOUNDS = {
 }
 
 
+# Triton's interpreter is slow, so without GPUs a dtype is enough where scores are exact.
+DTYPES = [torch.float16, *([torch.float32] if DEVICE == "cuda" else [])]
+
+
 def random_blocks(
     chance: random.Random, lengths: list[int], queries: int, groups: int, size: int, window: int
 ) -> FarBlocks:
@@ -157,7 +161,7 @@ def test_heads_may_be_more_than_32_bits_apart(find_overflows):
 
 def test_parts_of_the_keys_add_up_and_queries_without_keys_stay(short_lists, find_overflows):
     """The lse of a query that sees nothing anywhere is -inf in the backward, too."""
-    blocks = random_blocks(random.Random(1), [60, 20], 40, 2, 16, 16)
+    blocks = random_blocks(random.Random(1), [60, 20], 40, 1, 16, 16)
     q, k, v, dout, lse_delta = random_tensors(blocks, 80, 2, 16)
     blind = torch.ones(80, dtype=torch.bool, device=DEVICE)
     blind[blocks.queries] = (blocks.starts < 0).all(-1).all(-1)
@@ -166,7 +170,7 @@ def test_parts_of_the_keys_add_up_and_queries_without_keys_stay(short_lists, fin
 
     def compute(cuts):
         out, dq = torch.full_like(q, 7.0), torch.ones_like(q)
-        lse = torch.full((4, 80), -torch.inf, device=DEVICE)
+        lse = torch.full((2, 80), -torch.inf, device=DEVICE)
         dk, dv = torch.zeros_like(k), torch.zeros_like(v)
         for a, b in cuts:
             far = FarKeys(k[a:b], v[a:b], blocks, a, 0.3)
@@ -267,7 +271,7 @@ def test_scores_and_choices_equal_torch(seed, monkeypatch):
     assert triton_choice.choose_by_score(*args).equal(torch_choice.choose_by_score(*args))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_scores_do_not_depend_on_other_queries(dtype):
     q, places, keys, sparse, scale = choice_case(3, dtype, tokens=100)
     if DEVICE == "cpu":  # the interpreter's products depend on where a row is, unless exact
@@ -279,14 +283,14 @@ def test_scores_do_not_depend_on_other_queries(dtype):
         assert whole[:, some, part.shape[2] :].isneginf().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_documents_choose_together_as_each_alone(dtype, monkeypatch):
     """One launch has the queries of all documents. Pieces of scores end within a document."""
     monkeypatch.setattr(triton_choice, "_BYTES", 1)
     sparse = InfLLMV2(8, 4, 2, 1, 16, 2, -1)
     bounds = [0, 32, 90, 95, 128, 300]
     mask, positions = Mask.documents(bounds), torch.arange(20, 290)
-    q, k = torch.randn(270, 6, 24).to(dtype).round(), torch.randn(300, 2, 24).to(dtype).round()
+    q, k = torch.randn(270, 3, 24).to(dtype).round(), torch.randn(300, 1, 24).to(dtype).round()
     choosers = Choosers.of_tokens(positions, mask, sparse)
     tokens = choosers.strides(2).unsqueeze(1) + torch.arange(2)
     keys = compress(sum_strides(k[tokens.flatten()], sparse), sparse)
@@ -338,8 +342,8 @@ def test_the_largest_are_taken_and_the_lower_of_equal_ones(blocks, topk):
 def test_inputs_may_have_any_strides(monkeypatch):
     """Kernels add to gradients of them, whose rows are dense."""
     monkeypatch.setattr(plan, "find_kernels", lambda q, far: triton_far)
-    sparse, mask = InfLLMV2(8, 4, 2, 1, 16, 2, -1), Mask.documents([0, 120, 300])
-    tensors = [torch.randn(1, 300, heads, 16, device=DEVICE) for heads in (4, 2, 2)]
+    sparse, mask = InfLLMV2(8, 4, 2, 1, 16, 2, -1), Mask.documents([0, 50, 150])
+    tensors = [torch.randn(1, 150, heads, 16, device=DEVICE) for heads in (4, 2, 2)]
     found = []
     for change in (lambda x: x.clone(), lambda x: x.mT.contiguous().mT):
         inputs = [change(x).requires_grad_() for x in tensors]

@@ -300,10 +300,9 @@ def test_deterministic_results_are_equal_bit_for_bit(subject):
     call = CALLS["a window of documents"]
     tensors = subject.tensors(call)
     first = _results(subject, call, tensors, spec)
-    for _ in range(2):
-        assert all(
-            x.equal(y) for x, y in zip(_results(subject, call, tensors, spec), first, strict=True)
-        )
+    for _ in range(1 if subject.is_interpreted else 2):
+        again = _results(subject, call, tensors, spec)
+        assert all(x.equal(y) for x, y in zip(again, first, strict=True))
 
 
 @each_subject
