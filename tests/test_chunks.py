@@ -101,17 +101,13 @@ def on_ranks(size: int, work):
 DOCUMENTS = Mask.documents((0, 61, 68, 69, 240))
 CASES = [
     # config, ranks, masks, tokens of a chunk, layout, saving
-    (DENSE, 2, Mask.causal(61), 13, "striped", "selective"),
     (DENSE, 4, [Mask.documents((0, 20, 64)), Mask.causal(64)], 22, "zigzag", "none"),
     (SCALED, 1, DOCUMENTS, 70, "zigzag", "selective"),
     (SCALED, 3, [Mask.causal(80), Mask.documents((0, 41, 80))], 40, "contiguous", "full"),
-    (SPARSE, 1, Mask.causal(300), 70, "zigzag", "full"),
     (SPARSE, 2, DOCUMENTS, 50, "contiguous", "none"),
     (SPARSE, 3, [Mask.causal(240), DOCUMENTS], 80, "zigzag", "selective"),
-    (SPARSE, 8, DOCUMENTS, 120, "zigzag", "none"),
     (NOPE, 1, Mask.causal(300), 70, "zigzag", "selective"),
     (NOPE, 3, [Mask.causal(240), DOCUMENTS], 80, "zigzag", "full"),
-    (WINDOWED, 4, Mask.causal(131), 33, "contiguous", "full"),
     (
         WINDOWED,
         8,
@@ -119,14 +115,6 @@ CASES = [
         25,
         "zigzag",
         "none",
-    ),
-    (
-        DENSE,
-        2,
-        [Mask.documents((0, 20, 41, 60)), Mask.documents((0, 20, 60))],
-        20,
-        "striped",
-        "full",
     ),
     (SPARSE, 3, [Mask.documents((0, 80, 240)), DOCUMENTS], 40, "striped", "full"),
 ]
@@ -341,16 +329,15 @@ def attend_backward(layers, used):
     return do
 
 
-def take_twice(chunks: Chunks, model: CPM, backwards: int = 1) -> None:
-    """Run the model on a chunk again, without gradient or with a backward for each run."""
+def take_twice(chunks: Chunks, model: CPM) -> None:
+    """Run the model on a chunk again, without gradient."""
     for chunk in chunks.forward():
         take(model, chunk)
     for chunk in chunks.backward():
         loss = take(model, chunk)
-        with torch.set_grad_enabled(backwards == 2):
-            losses = loss, take(model, chunk)
-        for one in losses[:backwards]:
-            one.backward()
+        with torch.no_grad():
+            take(model, chunk)
+        loss.backward()
 
 
 def differentiate_in_forward(chunks: Chunks, model: CPM) -> None:
@@ -395,15 +382,7 @@ WRONG = {
         attend_backward((0, 1, 2), (0, 2)),
         "of chunk 2 .* got none of layer 1",
     ),
-    "a layer twice in a backward": (
-        attend_backward((0, 1, 2, 1), range(4)),
-        "expected one backward of chunk 2 in layer 1, got two: run the model and its backward once",
-    ),
     "a second run": (take_twice, "chunk 2 was computed 2 times by layer 0"),
-    "a second run and its backward": (
-        lambda chunks, model: take_twice(chunks, model, backwards=2),
-        "expected one backward of chunk 2 in layer 2, got two",
-    ),
     "another window": (
         change_window,
         "expected window=9, as in earlier calls of layer 0, got window=10",
@@ -447,10 +426,6 @@ WRONG = {
     "tokens of a shorter sequence": (
         lambda chunks, model: next(chunks.forward()).shard(torch.zeros(1, 59)),
         r"expected 60 tokens of the whole sequence in dimension 1, got 59 in shape \(1, 59\)",
-    ),
-    "tokens of a longer sequence": (
-        lambda chunks, model: next(chunks.forward()).shard(torch.zeros(1, 61)),
-        "expected 60 tokens of the whole sequence in dimension 1, got 61",
     ),
     "positions that are no tensor": (
         lambda chunks, model: next(chunks.forward()).check_positions([0] * 20),

@@ -219,17 +219,6 @@ def test_autocast_does_not_change_the_choice():
             assert got.equal(expected)
 
 
-def test_blocks_may_be_chosen_by_other_queries_and_keys():
-    tensors, (other_q, other_k, *_) = random_qkv(1, 64, 2, 1, 8), random_qkv(1, 64, 2, 1, 8, seed=1)
-    q, k, v, _ = tensors
-    attend = functools.partial(burst_attn_func, q, k, v, causal=True, sparse=BY_OTHERS)
-    got = attend(choose_by=(other_q, other_k))
-    by_own = burst_attn_func(q, k, v, causal=True, sparse=SMALL)
-    assert not got.equal(by_own)
-    assert got.equal(attend(choose_by=(2 * other_q, other_k / 2)))
-    assert by_own.equal(attend(choose_by=(q, k)))
-
-
 def test_packed_and_varlen_functions_are_sparse_too():
     q, k, v, _ = random_qkv(1, 64, 2, 1, 8)
     exact, _ = oracle(q[0], k[0], v[0], (0, 20, 64), SMALL)
@@ -520,20 +509,6 @@ def in_pieces(layer, x, cos, sin, cache):
     """Return a layer's output for 70 tokens that continue a cache, some at a time."""
     cuts = itertools.pairwise((0, 3, 50, 69, 70))
     return torch.cat([layer(x[:, a:b], cos[a:b], sin[a:b], cache) for a, b in cuts], 1)
-
-
-def test_layers_are_sparse_and_generate_sparsely():
-    """New tokens attend to a cache as the last tokens of the whole sequence do."""
-    layer = BurstAttention(32, 4, 2, 8, sparse=SMALL, sinks=True).double()
-    torch.nn.init.normal_(layer.sinks)
-    x = torch.randn(2, 70, 32, dtype=torch.float64)
-    cos, sin = rope_tables(torch.arange(70), 8)
-    whole = layer(x, cos, sin)
-    dense = BurstAttention(32, 4, 2, 8, sinks=True).double()
-    dense.load_state_dict(layer.state_dict())
-    assert not torch.allclose(whole, dense(x, cos, sin))
-    assert (in_pieces(layer, x, cos, sin, Cache(None, 1, 70)) - whole).abs().max() < EXACT
-    assert (over_ranks(2, layer, x, cos, sin) - whole).abs().max() < EXACT
 
 
 def test_a_layer_chooses_by_queries_and_keys_before_rotation():

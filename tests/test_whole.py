@@ -65,20 +65,6 @@ def test_lightning_attention_takes_it():
         assert (out - expected).abs().max() < 1e-12
 
 
-def test_rows_have_masks_and_layouts_of_their_own():
-    tensors = random_qkv(2, 24, 2, 2, 8)
-
-    def work(sp):
-        batch = sp.sequence(ROWS)
-        q, k, v = (batch.shard(x) for x in tensors[:3])
-        return batch.unshard(burst_attn_func(q, k, v, 0.3, mask=batch))
-
-    for out in on_ranks(2, work):
-        for row, mask in enumerate(ROWS):
-            expected = dense_results(mask, [x[row : row + 1] for x in tensors[:3]], 0.3)[0]
-            assert (out[row] - expected[0]).abs().max() < 1e-12
-
-
 def test_it_has_what_a_training_script_needs():
     tokens = torch.arange(48).view(2, 24)
 
@@ -335,14 +321,3 @@ def test_long_masks_of_hosts_with_many_ranks_are_compared():
             sp.sequence(Mask.documents((0, *bounds, 16 * 10**6)))
 
     simulate(16, work)
-
-
-def test_a_sequence_of_other_ranks_than_the_layers_is_refused():
-    def work(sp):
-        alone = SequenceParallel().sequence(MASK)
-        with pytest.raises(
-            ValueError, match="expected a WholeSequence of this model's 2 ranks, got"
-        ):
-            nn.find_part(sp, mask=alone)
-
-    on_ranks(2, work)
