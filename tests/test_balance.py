@@ -14,7 +14,7 @@ from bmt_burst.sequence.balance import balanced_spans
 from bmt_burst.sequence.mask import Mask, Slice
 from bmt_burst.sequence.span import length, merged
 
-SIZES = (2, 3, 8, 64)
+SIZES = (2, 3, 8, 24)
 MOST_DOCUMENTS = 2500  # in a packing of these tests: more would only take time
 
 
@@ -186,13 +186,12 @@ def test_work_is_equal_and_few_documents_are_cut(kind, size, tokens):
     """An arc cuts at most two documents, and the last rank takes what is left: a document over r
     ranks was cut r - 1 times.
     """
-    for seed in range(2 if size < 16 else 1):
-        rng = random.Random(f"{kind.__name__} {size} {tokens} {seed}")
-        for mask in kind(rng, size * tokens + 7 * seed, size):
-            layout = balanced_spans(mask, size)
-            check_shards(mask, size, layout)
-            assert unevenness(mask, layout) < 0.02, (mask, seed)
-            assert sum(len(ranks) - 1 for ranks in cut(mask, layout)) <= 2 * (size - 1)
+    rng = random.Random(f"{kind.__name__} {size} {tokens}")
+    for mask in kind(rng, size * tokens + 7, size):
+        layout = balanced_spans(mask, size)
+        check_shards(mask, size, layout)
+        assert unevenness(mask, layout) < 0.02, mask
+        assert sum(len(ranks) - 1 for ranks in cut(mask, layout)) <= 2 * (size - 1)
 
 
 def documents_of(mask, layout):

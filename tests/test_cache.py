@@ -47,15 +47,15 @@ def generate(
 
 CASES = [
     # config, numbers of ranks, tokens of the prompt, of a chunk, of the steps after it, layout
-    (DENSE, (1, 2, 4), 61, 20, (1, 1, 1, 10, 1, 75), "zigzag"),
+    (DENSE, (1, 4), 61, 20, (1, 1, 1, 10, 1, 75), "zigzag"),
     (DENSE, (3,), 61, None, (1, 66), "striped"),
     (DENSE, (2, 3), 0, None, (3, 1, 190, 1, 4), "zigzag"),
-    (WINDOWED, (1, 3), 70, 31, (1, 1, 30, 1, 80, 1, 1, 5), "contiguous"),
+    (WINDOWED, (3,), 70, 31, (1, 1, 30, 1, 80, 1, 1, 5), "contiguous"),
     (WINDOWED, (2, 4), 40, 9, (1,) * 20, "striped"),
-    (SPARSE, (1, 2, 3), 260, 70, (1, 5, 1, 60, 1), "zigzag"),
+    (SPARSE, (1, 3), 260, 70, (1, 5, 1, 60, 1), "zigzag"),
     (SPARSE, (4,), 300, None, (1, 1, 1), "striped"),
     (SPARSE, (2,), 60, 30, (20, 20, 1), "zigzag"),
-    (NOPE, (1, 3), 260, 70, (1, 5, 1), "zigzag"),
+    (NOPE, (3,), 260, 70, (1, 5, 1), "zigzag"),
     (NOPE, (2,), 0, None, (60, 40, 1), "zigzag"),
     (NOPE, (2,), 60, 30, (20, 20, 1), "zigzag"),
 ]
