@@ -240,16 +240,40 @@ def results(folder: Path) -> dict:
 NEEDLE = ("--tasks", "needle", "--samples", 8)
 
 
-def test_a_trained_model_finds_needles_and_an_untrained_one_does_not(folder):
-    printed = evaluate(folder, "trained", "found", *NEEDLE)
-    assert "needle: needle_found" in printed and f"wrote {folder / 'found'}" in printed
+def refused(capsys, *line) -> str:
+    """Return why a command line is refused before anything is started."""
+    with pytest.raises(SystemExit) as ended:
+        script.main(list(map(str, line)))
+    assert ended.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_a_trained_model_finds_needles_and_an_untrained_one_does_not(folder, capsys):
     evaluate(folder, "untrained", "not-found", *NEEDLE)
+    before = "--before", folder / "not-found"
+    printed = evaluate(folder, "trained", "found", *before)
+    assert "needle: needle_found" in printed and f"wrote {folder / 'found'}" in printed
+    table = (folder / "found/before_after.md").read_text()
+    assert table in printed
+    assert f"before: {folder / 'untrained'}\nafter: {folder / 'trained'}\n" in table
+    values = [
+        results(folder / name)["needle"]["cells"][1]["found"] for name in ("not-found", "found")
+    ]
+    row = " | ".join(f"{value:.0%}" for value in values)
+    assert f"| needle, found | {LENGTH - 5} | depth 0.25 | {row} |" in table
     assert results(folder / "found")["needle"]["found"] >= 0.95
     assert results(folder / "not-found")["needle"]["found"] <= 0.1
     cells = results(folder / "found")["needle"]["cells"]
     expected = [(n, d) for n in (LENGTH - 5, LENGTH) for d in (0.0, 0.25, 0.5, 0.75, 1.0)]
     assert [(cell["length"], cell["depth"]) for cell in cells] == expected
-    assert {path.name for path in (folder / "found").iterdir()} == {"results.json", "needle.png"}
+    written = {path.name for path in (folder / "found").iterdir()}
+    assert written == {"results.json", "needle.png", "before_after.md"}
+    for more, message in (
+        (("--samples", 9), r"expected --samples 8, as in --before .*/found, got 9: leave it out"),
+        (("--output", folder / "found"), r"--output .*/found exists: give another one"),
+    ):
+        line = ("--init-from", folder / "trained", "--before", folder / "found", *more)
+        assert re.search(message, refused(capsys, *line))
     assert (folder / "found/needle.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -316,27 +340,27 @@ def test_a_run_is_evaluated_in_training_and_afterwards(folder, data, tmp_path):
     bins = [b for b in found["positions"]["bins"] if b["targets"]]
     mean = sum(b["loss"] * b["targets"] for b in bins) / sum(b["targets"] for b in bins)
     assert mean == pytest.approx(recorded["val_loss"], rel=1e-5)
-    ended, printed = run_script(None, "train/evaluate.py", *line)
-    assert ended == 2 and f"{output} exists: give another --output" in printed
+    ended, printed = run_script(None, "train/evaluate.py", *line, "--before", output)
+    assert ended == 0 and f"wrote {output}_2\n" in printed, printed
+    assert f"| positions, perplexity | 64 | from {bins[1]['start']} | " in printed
+    others = ("--bos", "none", "--before", output)
+    ended, printed = run_script(None, "train/evaluate.py", *line, *others)
+    assert ended == 2 and f"--before {output} read other texts: expected begin token 1" in printed
 
 
 def test_what_cannot_be_evaluated_is_refused(folder, data, capsys):
-    def refused(*line) -> str:
-        with pytest.raises(SystemExit) as ended:
-            script.main(list(map(str, line)))
-        assert ended.value.code == 2
-        return capsys.readouterr().err
-
-    assert "either --run or --init-from" in refused()
-    assert "either --run or --init-from" in refused("--run", "a", "--init-from", "b")
-    assert "--model is for --init-from, got --run" in refused("--run", "a", "--model", "b")
-    assert "--tasks positions needs text" in refused("--init-from", folder / "trained")
+    assert "either --run or --init-from" in refused(capsys)
+    assert "either --run or --init-from" in refused(capsys, "--run", "a", "--init-from", "b")
+    assert "--model is for --init-from, got --run" in refused(capsys, "--run", "a", "--model", "b")
+    assert "--tasks positions needs text" in refused(capsys, "--init-from", folder / "trained")
     without = "--init-from", folder / "trained", "--tasks", "needle"
-    assert "--init-from needs a length: give --lengths" in refused(*without)
+    assert "--init-from needs a length: give --lengths" in refused(capsys, *without)
     both = "--lengths are those of all tasks: leave out --seq-len"
-    assert both in refused("--run", "a", "--lengths", 8, "--seq-len", 8)
-    assert "--lengths: expected numbers with commas" in refused("--run", "a", "--lengths", "1,b")
-    assert "--seed must be at least 0" in refused("--run", "a", "--seed", -1)
+    assert both in refused(capsys, "--run", "a", "--lengths", 8, "--seq-len", 8)
+    assert "--lengths: expected numbers with commas" in refused(
+        capsys, "--run", "a", "--lengths", "1,b"
+    )
+    assert "--seed must be at least 0" in refused(capsys, "--run", "a", "--seed", -1)
     with pytest.raises(ValueError, match="--eval-tasks positions needs --val-data"):
         TrainConfig(eval_tasks="positions")
     with pytest.raises(ValueError, match="--eval-tasks must be different names"):

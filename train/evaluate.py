@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import hashlib
+import itertools
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -35,6 +37,7 @@ from train.data.folder import Sequences
 from train.data.records import read_text
 from train.data.shares import evaluated_folders, validation_folders
 from train.evaluation import tasks
+from train.evaluation.before import TABLE, Before
 from train.evaluation.retrieval import SENTENCES
 from train.evaluation.tasks import Grid, Result, Subject, write_report
 from train.loop.building import make_engine, make_groups
@@ -77,15 +80,21 @@ def _parser() -> ArgumentParser:
     add("--run", type=Path, help="the --output of a training run, or one checkpoint in it")
     add(
         "--tasks",
-        default=",".join(tasks.TASKS),
         help="needle: retrieval by depth and length; variables: chains of assignments, by hops and "
         "length; positions: perplexity by position in --data (default: all)",
     )
     add(
         "--output",
         type=Path,
-        help="folder to write; must not exist. By default evaluation_STEP in the folder of the "
-        "run, or FOLDER_evaluation next to --init-from FOLDER",
+        help="folder to write; must not exist. By default a new evaluation_STEP in the folder of "
+        "the run, or a new evaluation_FOLDER in runs/ for --init-from FOLDER",
+    )
+    add(
+        "--before",
+        type=Path,
+        metavar="FOLDER",
+        help="an earlier evaluation, such as that of the folder that the run began from: its "
+        "tasks, lengths, texts and dtype are taken, and a table has both",
     )
     add(
         "--data",
@@ -98,7 +107,6 @@ def _parser() -> ArgumentParser:
     add("--tokenizer", help="a tokenizer as for prepare_data.py (default: the model's own)")
     add(
         "--text",
-        type=Path,
         help="file of the text in which something is hidden (default: built-in sentences in random "
         "order)",
     )
@@ -136,11 +144,17 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = _parser()
     given = vars(parser.parse_args(argv))
     sizes = {field.name for field in dataclasses.fields(Grid)}
-    own = {name: given.pop(name) for name in ("run", "output", "tokenizer", "text")}
-    named, data = given.pop("tasks"), given.pop("data")
-    grid = {name: given.pop(name) for name in sizes}
-    grid = {name: value for name, value in grid.items() if value is not None}
+    own = {name: given.pop(name) for name in ("run", "output", "tokenizer")}
     try:
+        if own["output"] and os.path.lexists(own["output"]) and ranks.rank() == 0:
+            raise ValueError(f"--output {own['output']} exists: give another one")
+        before = Before.read(folder) if (folder := given.pop("before")) else None
+        if before:
+            before.fill(given)
+        named, data = given.pop("tasks") or ",".join(tasks.TASKS), given.pop("data")
+        own |= {"before": before, "text": given.pop("text")}
+        grid = {name: given.pop(name) for name in sizes}
+        grid = {name: value for name, value in grid.items() if value is not None}
         check_source(own["run"], given)
         if not 0 <= grid.get("seed", 0) < 2**63:
             raise ValueError(f"--seed must be at least 0 and below 2^63, got {grid['seed']}")
@@ -175,7 +189,8 @@ def _take_lengths(lengths: tuple[int, ...] | None, settings: dict[str, Any]) -> 
 
 def _find_shared(request: argparse.Namespace) -> dict[str, Any]:
     """Return the options that must be equal on all ranks."""
-    own = {name: getattr(request, name) for name in ("run", "text", "data", "tasks")}
+    own = {name: getattr(request, name) for name in ("run", "data", "tasks")}
+    own["text"] = request.text and Path(request.text)
     own |= {"tokenizer": request.tokenizer and Path(request.tokenizer), **request.grid}
     own["needles"] = own.pop("hidden", None)
     if "lengths" in request.grid:
@@ -192,6 +207,7 @@ class Evaluation:
         device = init_distributed(TrainConfig(**request.settings), _find_shared(request))
         watchdog.alive("choosing a checkpoint")
         path = checkpoint.find(request.run) if request.run else None
+        self.folders: dict[str, str] = {}  # of the task positions, by the names of sources
         self.trained: Trained = ranks.together(
             lambda: open_trained(request.settings, path, request.tokenizer, device)
         )
@@ -199,11 +215,11 @@ class Evaluation:
         # a micro-batch for each data parallel group
         size, groups = config.micro_batch_size or 1, max(1, ranks.world_size() // config.sp_size)
         self.config = dataclasses.replace(config, micro_batch_size=size, batch_size=size * groups)
-        self.output = ranks.together(self._choose_output)
         sp = ranks.together(lambda: make_groups(self.config))
         self.grid = ranks.together(self._choose_grid)
         watchdog.alive("building the model")
         engine = make_engine(self.config, model, sp, device, trains=False)
+        self.text = read_text(Path(request.text)) if request.text else SENTENCES
         self.subject: Subject = ranks.together(
             lambda: Subject(
                 engine,
@@ -212,9 +228,11 @@ class Evaluation:
                 self.trained.bos,
                 self._open_data() if "positions" in request.tasks else {},
                 watchdog.alive,
-                read_text(request.text) if request.text else SENTENCES,
+                self.text,
             )
         )
+        if before := request.before:
+            ranks.together(lambda: before.check_texts(self._describe_texts()))
         ranks.together(lambda: tasks.check_tasks(request.tasks, self.subject, self.grid))
         watchdog.alive("reading weights")
         ranks.together(lambda: self.trained.load(engine))
@@ -228,19 +246,47 @@ class Evaluation:
                 ranks.say(line)
         self.watchdog.alive("writing the report")
         ranks.on_first(lambda: self._write(results))
-        ranks.say(f"wrote {self.output}")
 
     def _write(self, results: Sequence[Result]) -> None:
         about = {
             "model": self.trained.name,
-            "dtype": self.config.dtype,
             "ranks": ranks.world_size(),
             "sp_size": self.config.sp_size,
             "grid": dataclasses.asdict(self.grid),
+            "options": self._describe_options(),
+            "texts": self._describe_texts(),
         }
-        self.output.parent.mkdir(parents=True, exist_ok=True)
-        with write_aside(self.output) as folder:
-            write_report(folder, about, results)
+        output, before = self._choose_output(), self.request.before
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with write_aside(output) as folder:
+            values = write_report(folder, about, results)
+            if before:
+                table = before.compare(self.trained.name, values["tasks"])
+                (folder / TABLE).write_text(f"{table}\n")
+                ranks.say(table)
+        ranks.say(f"wrote {output}")
+
+    def _describe_options(self) -> dict[str, Any]:
+        """Return the options other than the grid that a comparison must repeat."""
+        config, request = self.config, self.request
+        absolute = {name: os.path.abspath(path) for name, path in self.folders.items()}
+        return {
+            "tasks": ",".join(request.tasks),
+            "dtype": config.dtype,
+            "eval_sequences": config.eval_sequences,
+            "data": absolute.get("", absolute) or None,
+            "text": request.text and os.path.abspath(request.text),
+            **({} if "lengths" in request.grid else {"lengths": None, "seq_len": config.seq_len}),
+        }
+
+    def _describe_texts(self) -> dict[str, Any]:
+        """Return what was read, without paths."""
+        data = {
+            str(length): {name: x.identity for name, x in sources.items()}
+            for length, sources in self.subject.data.items()
+        }
+        digest = hashlib.sha256(self.text.encode()).hexdigest()
+        return {"digest of --text": digest, "begin token": self.subject.bos, "data": data}
 
     def _of_length(self, length: int) -> TrainConfig:
         return dataclasses.replace(self.config, seq_len=length)
@@ -257,15 +303,15 @@ class Evaluation:
         return grid
 
     def _choose_output(self) -> Path:
-        path, output = self.trained.path, self.request.output
-        if output is None and path is not None:
-            output = path.resolve().with_name(f"evaluation_{path.resolve().name}")
-        elif output is None:
-            source = Path(self.config.init_from or "").resolve()
-            output = source.with_name(f"{source.stem}_evaluation")
-        if os.path.lexists(output):
-            raise ValueError(f"{output} exists: give another --output")
-        return output
+        """Return --output, or a folder that does not exist."""
+        path = self.trained.path
+        if self.request.output is not None:
+            return self.request.output
+        source = Path(self.config.init_from or "").resolve()
+        named = path.resolve().with_name(f"evaluation_{path.name}") if path else None
+        named = named or Path("runs", f"evaluation_{source.stem}")
+        again = (named.with_name(f"{named.name}_{n}") for n in itertools.count(2))
+        return next(x for x in itertools.chain([named], again) if not os.path.lexists(x))
 
     def _open_data(self) -> dict[int, dict[str, Sequences]]:
         """Open --data in sequences of each length, by default the run's own data."""
@@ -277,6 +323,7 @@ class Evaluation:
             for folder in folders.values():
                 if not Path(folder).is_dir():
                     raise ValueError(f"{folder}, the run's data, is not here: give --data")
+        self.folders = folders
         lengths = dict.fromkeys(self.request.grid.get("lengths", (self.config.seq_len,)))
         shown, read = ", ".join(f"{length:,}" for length in lengths), ", ".join(folders.values())
         ranks.say(f"positions: sequences of {shown} tokens of {read}")

@@ -21,6 +21,7 @@ from train.data.folder import Sequences
 from train.data.tokenizer_base import Tokenizer
 from train.engine import Engine
 from train.evaluation import retrieval
+from train.evaluation.before import RESULTS
 from train.evaluation.retrieval import SENTENCES, Cell, Haystack, RetrievalRows, Task
 
 # tasks, and the number that a log has of each
@@ -284,17 +285,20 @@ def _make_rows(task: Task, subject: Subject, grid: Grid, length: int) -> Retriev
     return RetrievalRows(task, haystack, length, grid.samples, grid.seed, subject.bos)
 
 
-def write_report(folder: Path, about: dict[str, Any], results: Sequence[Result]) -> None:
-    """Write results.json and TASK.png into `folder`. `about` describes the evaluation."""
+def write_report(folder: Path, about: dict[str, Any], results: Sequence[Result]) -> dict[str, Any]:
+    """Write results.json, whose values are returned, and TASK.png into `folder`. `about` describes
+    the evaluation.
+    """
     values = {**about, "tasks": {result.task: result.to_dict() for result in results}}
-    with writing(folder / "results.json"):
-        (folder / "results.json").write_text(json.dumps(values, indent=1, allow_nan=False) + "\n")
+    with writing(folder / RESULTS):
+        (folder / RESULTS).write_text(json.dumps(values, indent=1, allow_nan=False) + "\n")
     for result in results:
         with drawing(folder / f"{result.task}.png") as (figure, axes):
             if isinstance(result, Retrieved):
                 _draw_map(figure, axes, result)
             else:
                 _draw_curve(axes, result)
+    return values
 
 
 def _draw_map(figure: Any, axes: Any, result: Retrieved) -> None:
