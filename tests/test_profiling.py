@@ -6,13 +6,11 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from torch.autograd import DeviceType
 
 from bmt_burst import alibi_slopes, burst_attn_func, lightning_attn_func, simulate
 from bmt_burst.base import ranges
 from tests.cases import random_qkv
 from tests.runs import train
-from train.loop.profiling import sum_operators
 from train.settings.config import TrainConfig
 
 
@@ -32,9 +30,8 @@ def test_steps_are_profiled_and_their_time_is_shown(settings, tmp_path, capsys):
     assert [names.count(phase) for phase in ("data", "forward", "optimizer")] == [2, 4, 2]
     assert {"aten::mm", "burst kernel"} <= {*names}
     assert f"traces of all ranks: {tmp_path}/run/profile/steps_2-3_rank_*.json.gz" in printed
-    rows = printed[printed.index("phase ") :]
-    for name in ("forward ", "backward ", "PlannedAttention ", "others "):
-        assert name in rows
+    for column in ("Self CPU %", "# of Calls", "aten::"):
+        assert column in printed[printed.index("profile of steps") :]
     assert printed.count("profile of steps") == 1
 
 
@@ -58,21 +55,6 @@ def test_bad_ranges_are_refused():
     for text in ("3", "0:2", "3:2", "9:11"):
         with pytest.raises(ValueError, match=r"--profile .*must"):
             TrainConfig(profile=text, steps=10)
-
-
-def test_a_kernel_counts_once_on_gpus_and_an_operator_on_cpus():
-    def event(key, device, cpu, gpu, annotation=False):
-        values = {"self_cpu_time_total": cpu, "self_device_time_total": gpu}
-        return SimpleNamespace(key=key, device_type=device, is_user_annotation=annotation, **values)
-
-    events = [
-        event("aten::mm", DeviceType.CPU, 5e6, 2e6),
-        event("gemm", DeviceType.CUDA, 0, 2e6),
-        event("forward", DeviceType.CUDA, 0, 9e6, annotation=True),
-        event("forward", DeviceType.CPU, 9e6, 0, annotation=True),
-    ]
-    assert sum_operators(events, cuda=True) == {"gemm": 2.0}
-    assert sum_operators(events, cuda=False) == {"aten::mm": 5.0, "gemm": 0.0}
 
 
 def test_calls_name_what_they_do(monkeypatch):

@@ -180,7 +180,7 @@ class Trainer:
         phases = self.clock.read()
         seconds = time.perf_counter() - began
         self._record_step({**outcome, "lr": lr}, work, seconds, phases)
-        self.profiler.end(progress.step, seconds, phases)
+        self.profiler.end(progress.step)
         self.limit.end_step()
         self.saves.report()
         return stops
