@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
 import sys
 import threading
 import time
@@ -26,7 +25,6 @@ from train.base.files import drawing, print_error, printing, replacing, writing
 from train.base.wording import counted
 from train.loop.wandb_run import WandbRun
 
-_WINDOW = 64  # records with which a loss is compared
 _SHOWN: dict[str, Callable[[float], str]] = {
     "loss": "loss {:.4f}".format,
     "skipped": "skipped ({} in all)".format,
@@ -45,7 +43,7 @@ _SHOWN: dict[str, Callable[[float], str]] = {
 
 class Metrics:
     """The records of a run after step `start`. Later ones are put aside. `wandb` also gets them.
-    Without a terminal, a line is printed every `log_every` steps, at the ends and at spikes.
+    Without a terminal, a line is printed every `log_every` steps and at the ends.
     """
 
     def __init__(
@@ -95,18 +93,11 @@ class Metrics:
         return any(record["step"] == step and name in record for record in reversed(self.records))
 
     def progress(self, step: int) -> None:
-        """Show the last record, which belongs to `step`. Warn if its loss jumps."""
+        """Show the last record, which belongs to `step`."""
         record, now = self.records[-1], time.monotonic()
         first = self._first = self._first or (step, now)
-        usual = self._usual_loss()
-        spike = usual is not None and record.get("loss", 0.0) > usual
-        if spike:
-            self.say(
-                f"step {step}: loss spike, {record['loss']:.4f} where at most {usual:.4f} is "
-                "usual; if it stays high, resume from an earlier checkpoint with a smaller --lr"
-            )
         line = ", ".join(text(record[name]) for name, text in _SHOWN.items() if name in record)
-        shown = spike or step in (first[0], self.steps) or step % self._log_every == 0
+        shown = step in (first[0], self.steps) or step % self._log_every == 0
         with printing():
             if not self._bar.disable:
                 self._bar.set_postfix_str(line, refresh=False)
@@ -123,17 +114,6 @@ class Metrics:
             tqdm.format_interval(x) for x in (now - self._began, seconds * (self.steps - step))
         )
         return f"{elapsed} elapsed, ETA {left}"
-
-    def _usual_loss(self) -> float | None:
-        """Return the mean plus six standard deviations of earlier losses, or None for too few."""
-        losses = [
-            r["loss"]
-            for r in self.records[-_WINDOW - 1 : -1]
-            if math.isfinite(r.get("loss", math.nan))
-        ]
-        if len(losses) < _WINDOW // 2:
-            return None
-        return statistics.fmean(losses) + 6 * statistics.pstdev(losses)
 
     def say(self, text: str) -> None:
         """Print a line above the bar."""
