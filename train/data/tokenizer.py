@@ -83,7 +83,6 @@ class JsonTokenizer(Tokenizer):
             )
         self.eos_id = found
         special = set(self._special.values())
-        self.ordinary_end = older and self.eos_id not in special
         self.bos_id = self._begin_id(special)
         self._not_text = np.array(sorted((special - {self._unknown_id()}) | {self.eos_id}))
 

@@ -26,7 +26,6 @@ class Tokenizer(ABC):
     bos_id     the begin token, which pretraining puts in front of a document; `eos_id` if there is
                none
     eos        the name by which a file's end-of-text token was chosen; None for the tokenizer's own
-    ordinary_end  whether `eos_id` is an ordinary token that an older version guessed by its name
     instances  the kind of model that reads its data folders; None if they hold documents
     left_out   number of characters so far for which `encode` had no ids
     """
@@ -36,7 +35,6 @@ class Tokenizer(ABC):
     bos_id: int
     file: Path | None = None
     eos: str | None = None
-    ordinary_end: bool = False
     instances: str | None = None
     left_out: int = 0
 

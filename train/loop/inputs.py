@@ -67,14 +67,7 @@ def open_inputs(config: TrainConfig, device: torch.device) -> Inputs:
     check_kernel(config, model, device)
     training = _open_training(config, kind, model)
     validation = _open_validation(config, kind, model, training)
-    tokenizer = load_tokenizer(training.folder)
-    if tokenizer.ordinary_end:
-        ranks.warn(
-            f"documents of {training.folder} end with {tokenizer.eos!r}, an ordinary token, which "
-            "older versions of prepare_data.py guessed by its name; to end them with a special "
-            "token, prepare the data again"
-        )
-    return Inputs(kind, model, training, validation, tokenizer)
+    return Inputs(kind, model, training, validation, load_tokenizer(training.folder))
 
 
 def check_same_data(inputs: Inputs) -> None:
