@@ -71,15 +71,14 @@ def test_large_layers_are_converted():
         model = CPM(PRESETS["minicpm4-8b"])
     names = set(model.state_dict())
     assert fp8.convert(model) == (
-        "fp8: q_proj, o_proj, gate_proj, up_proj, down_proj multiply in float8; k_proj, v_proj, "
-        "which would not gain from it, embeddings and head in bf16; the first step compiles"
+        "fp8: q_proj, o_proj, gate_proj, up_proj, down_proj multiply in float8; layers that would "
+        "not gain from it, embeddings and head in bf16; the first step compiles"
     )
     assert type(model.lm_head) is nn.Linear
     assert set(model.state_dict()) == names
     with torch.device("meta"):
         hybrid = CPM(PRESETS["minicpm-sala"])
-    assert "k_proj, v_proj" in (described := fp8.convert(hybrid)).split(" multiply ")[0]
-    assert "; some k_proj, some v_proj, which would not gain from it" in described
+    assert "k_proj, v_proj" in fp8.convert(hybrid).split(" multiply ")[0]
 
 
 def converted(backend: str, saving: Saving) -> CPM:

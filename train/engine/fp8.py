@@ -81,23 +81,13 @@ def convert(model: nn.Module, *, emulate: bool = False, backend: str = "inductor
     for block in blocks:
         # Tokens of a run are constant, and kernels for constant sizes are faster.
         block.compile_parts(fullgraph=True, dynamic=False, backend=backend)
-    return _describe(blocks)
+    linear = [(n.split(".")[-1], m) for n, m in blocks.named_modules() if isinstance(m, nn.Linear)]
+    fast = dict.fromkeys(name for name, layer in linear if type(layer) is not nn.Linear)
+    return (
+        f"fp8: {', '.join(fast)} multiply in float8; layers that would not gain from it, "
+        "embeddings and head in bf16; the first step compiles"
+    )
 
 
 def _is_converted(layer: nn.Module, name: str) -> bool:
     return isinstance(layer, nn.Linear) and pays(layer.out_features, layer.in_features)
-
-
-def _describe(blocks: nn.Module) -> str:
-    """Return which layers of the blocks multiply in float8."""
-    linear = [(n.split(".")[-1], m) for n, m in blocks.named_modules() if isinstance(m, nn.Linear)]
-    fast = dict.fromkeys(name for name, layer in linear if type(layer) is not nn.Linear)
-    others = dict.fromkeys(name for name, layer in linear if type(layer) is nn.Linear)
-    text = f"fp8: {', '.join(fast)} multiply in float8"
-    if others:
-        # layers of one name may have several sizes
-        names = ", ".join(f"some {name}" if name in fast else name for name in others)
-        text += f"; {names}, which would not gain from it, embeddings and head in bf16"
-    else:
-        text += "; embeddings and head in bf16"
-    return f"{text}; the first step compiles"
