@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -254,11 +255,10 @@ class Checkpoint:
 
     def weights(self) -> dict[str, Tensor]:
         """Return all weights, whole."""
-        keys = [key for key in self.shapes if key.startswith("weight/")]
-        whole = {key: torch.Size(self.shapes[key]).numel() for key in keys}
         return {
-            k.removeprefix("weight/"): self._read_range(k, 0, n).view(self.shapes[k])
-            for k, n in whole.items()
+            key.removeprefix("weight/"): self._read_range(key, 0, math.prod(shape)).view(shape)
+            for key, shape in self.shapes.items()
+            if key.startswith("weight/")
         }
 
     def restore_rng(self, rank: int) -> None:

@@ -63,20 +63,14 @@ class RankFile:
         """The bytes of the file."""
         return len(self.header) + sum(x.numel() for x in self.tensors)
 
-    def copy_to(self, memory: Tensor) -> None:
-        """Copy the bytes of the file to host memory of `size` bytes, and wait for GPUs' copies."""
-        head = torch.frombuffer(bytearray(self.header), dtype=torch.uint8)
-        sources = (head, *self.tensors)
-        places = memory.split([x.numel() for x in sources])
-        for place, source in zip(places, sources, strict=True):
-            place.copy_(source, non_blocking=True)
-        if any(x.is_cuda for x in sources):
-            torch.cuda.synchronize()
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """The content as tensors of bytes, one after the other."""
+        return (torch.frombuffer(bytearray(self.header), dtype=torch.uint8), *self.tensors)
 
     def write(self, file: Path) -> dict[str, Any]:
         """Write the file and make it survive a power failure. Return its manifest entry."""
-        head = torch.frombuffer(bytearray(self.header), dtype=torch.uint8)
-        return write_bytes(file, (head, *self.tensors))
+        return write_bytes(file, self.parts)
 
 
 def write_bytes(file: Path, parts: Iterable[Tensor]) -> dict[str, Any]:
@@ -108,8 +102,13 @@ class HostCopy:
         self._pinned = device.type == "cuda" and _pin(self._memory)
 
     def fill(self, file: RankFile) -> None:
-        """Copy the bytes of `file` here. Afterwards its tensors may change."""
-        file.copy_to(self._memory)
+        """Copy the bytes of `file` here, and wait for GPUs. Afterwards its tensors may change."""
+        parts = file.parts
+        places = self._memory.split([x.numel() for x in parts])
+        for place, part in zip(places, parts, strict=True):
+            place.copy_(part, non_blocking=True)
+        if any(x.is_cuda for x in parts):
+            torch.cuda.synchronize()
 
     def write(self, file: Path) -> dict[str, Any]:
         """Write the bytes to `file`. Return the manifest entry."""

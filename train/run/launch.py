@@ -13,7 +13,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
@@ -28,14 +27,6 @@ from train.run.watchdog import EXIT_CODE
 _GRACE = 5.0  # seconds in which ranks may end on their own after one has failed
 _TICK = 0.05  # seconds between checks of the ranks
 _EXPLAINED = 2  # exit code of a rank that printed what is wrong
-
-
-@dataclass(frozen=True)
-class _Failure:
-    """The exit code of the rank that failed first, and a sentence on it and on the others."""
-
-    code: int
-    message: str
 
 
 def launch(
@@ -56,21 +47,23 @@ def launch(
     # ranks print nothing until they have imported torch
     print_error(f"starting {processes} process" + "es" * (processes > 1))
     made, options = 0, list[str]()
-    while isinstance(ended := _run_ranks([*argv, *options], processes, stop, outlook), _Failure):
-        if made == restarts or ended.code == _EXPLAINED or stop.received:
-            print_error(f"{ended.message}; the run is over")
-            if outlook and ended.code != _EXPLAINED:
+    while True:
+        code, failure = _run_ranks([*argv, *options], processes, stop, outlook)
+        if not failure:
+            return code
+        if made == restarts or code == _EXPLAINED or stop.received:
+            print_error(f"{failure}; the run is over")
+            if outlook and code != _EXPLAINED:
                 print_error(outlook())
-            return _exit_code(ended.code)
+            return _exit_code(code)
         made, options = made + 1, ["--resume", "auto"] if root and checkpoint.listed(root) else []
-        print_error(f"{ended.message}; restart {made} of {restarts}")
-    return ended
+        print_error(f"{failure}; restart {made} of {restarts}")
 
 
 def _run_ranks(
     argv: Sequence[str], processes: int, stop: StopSignal, outlook: Callable[[], str] | None
-) -> int | _Failure:
-    """Start the ranks and wait for their end. Return an exit code, or why the run failed."""
+) -> tuple[int, str]:
+    """Start the ranks and wait for their end. Return the exit code, and why the run failed."""
     store = _local_store()
     started = [_start(argv, rank, processes, store.port) for rank in range(processes)]
     ended: dict[int, int] = {}  # rank: exit code, in the order in which they ended
@@ -83,16 +76,16 @@ def _run_ranks(
         if stop.insisted:
             _kill(started)
             print_error(f"ended now; {outlook()}" if outlook else "ended now")
-            return INTERRUPTED
+            return INTERRUPTED, ""
         time.sleep(_TICK)
         _note_ended(started, ended)
     if not any(ended.values()):
-        return 0
+        return 0, ""
     # a rank that a signal killed did not handle signals yet. It may die before this process looks
     if stop.received and any(-code in STOPPING for code in ended.values()):
         print_error("stopped before training began" if outlook else "stopped")
         _kill(started)
-        return 0
+        return 0, ""
     return _stop_others(started, ended)
 
 
@@ -119,8 +112,10 @@ def _note_ended(started: list[subprocess.Popen], ended: dict[int, int]) -> None:
             ended[number] = rank.returncode
 
 
-def _stop_others(started: list[subprocess.Popen], ended: dict[int, int]) -> _Failure:
-    """Stop the remaining ranks after a failure. Return which rank failed first."""
+def _stop_others(started: list[subprocess.Popen], ended: dict[int, int]) -> tuple[int, str]:
+    """Stop the remaining ranks after a failure. Return the code of the rank that failed first, and
+    a sentence on it and on the others.
+    """
     # ranks that fail for the same reason get time to print it and to write their stacks
     deadline = time.monotonic() + _GRACE
     while time.monotonic() < deadline and len(ended) < len(started):
@@ -135,7 +130,7 @@ def _stop_others(started: list[subprocess.Popen], ended: dict[int, int]) -> _Fai
         if number != cause
     ]
     then = f", then {', '.join(others)}" if others else ""
-    return _Failure(failed[cause], f"rank {cause} ended with {_describe_code(failed[cause])}{then}")
+    return failed[cause], f"rank {cause} ended with {_describe_code(failed[cause])}{then}"
 
 
 def _find_cause(failed: dict[int, int]) -> int:
