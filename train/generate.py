@@ -156,11 +156,12 @@ def _parser() -> ArgumentParser:
 
 @dataclass(frozen=True)
 class _Request:
-    """A checked command line. `settings` are arguments of TrainConfig, `sampling` of sampler."""
+    """A checked command line. `given` are arguments of TrainConfig, `sampling` of sampler."""
 
     args: argparse.Namespace
     prompt: str
-    settings: dict[str, Any]
+    given: dict[str, Any]
+    config: TrainConfig
     sampling: dict[str, Any]
 
     @staticmethod
@@ -170,17 +171,17 @@ class _Request:
         sampling = {name: getattr(args, name) for name in names}
         _check_tokens(args.tokens)
         sampler(torch.device("cpu"), **sampling)
-        settings = {name: vars(args)[name] for name in _SHARED if name in args}
-        check_source(args.run, settings)
+        given = {name: vars(args)[name] for name in _SHARED if name in args}
+        check_source(args.run, given)
         if any("\ud800" <= letter <= "\udfff" for letter in args.prompt or ""):
             raise ValueError(f"--prompt must be in UTF-8, got {args.prompt!r}")
         if args.prompt is not None and args.prompt_file is not None:
             raise ValueError("give --prompt or --prompt-file, got both")
         if args.chunk is not None and args.chunk < 1:
             raise ValueError(f"--chunk must be at least 1, got {args.chunk}")
-        TrainConfig(**settings)
+        config = TrainConfig(**given, engine="torch")
         prompt = read_text(args.prompt_file) if args.prompt_file else args.prompt or ""
-        return _Request(args, prompt, settings, sampling)
+        return _Request(args, prompt, given, config, sampling)
 
     @property
     def shared(self) -> dict[str, Any]:
@@ -189,7 +190,7 @@ class _Request:
         digest = hashlib.sha256(self.prompt.encode()).hexdigest()[:_SHOWN]
         own = {"run": args.run, "prompt": f"of digest {digest}", "tokens": args.tokens}
         own |= {"chunk": args.chunk, "dtype": args.dtype, "special": args.special, **self.sampling}
-        return shared_options({**TrainConfig(**self.settings).to_dict(), **own})
+        return shared_options({**self.config.to_dict(), **own})
 
     def open(self, device: torch.device) -> tuple[CPM | LiveModel, Tokenizer, TextRules]:
         """Return the whole model on one device, its tokenizer and the rules of its texts."""
@@ -200,8 +201,7 @@ class _Request:
             tokenizer = checkpoint_tokenizer(path)
             rules = self._rules(path, config, tokenizer)
             return load_model(path, device, dtype), tokenizer, rules
-        settings = {**self.settings, "dtype": self.args.dtype}
-        trained = open_trained(settings, None, None, device)
+        trained = open_trained({**self.given, "dtype": self.args.dtype}, None, None, device)
         stops = folder_stops(trained.name, trained.tokenizer, trained.model.vocab_size)
         longest = trained.model.longest_sequence
         lacking = lacking_tokens(trained.name, trained.tokenizer)
@@ -210,7 +210,7 @@ class _Request:
 
     def _rules(self, path: Path, model: ModelConfig, tokenizer: Tokenizer) -> TextRules:
         """Return the rules of a run's texts. Warn if nothing can begin a text."""
-        config, state = TrainConfig(**self.settings), checkpoint.Checkpoint(path).state
+        config, state = self.config, checkpoint.Checkpoint(path).state
         if not isinstance(model, CPMConfig):
             if config.bos != "auto" or self.args.special:
                 found = kind_of(model).name
@@ -240,9 +240,8 @@ class _Request:
 def _work(request: _Request, watchdog: Watchdog) -> None:
     """Answer on one of several ranks."""
     watchdog.alive("waiting for the other ranks to join")
-    config = TrainConfig(**request.settings, engine="torch")
-    device = init_distributed(config, request.shared)
-    sp = init_sequence_parallel(timeout=rank_timeout(config))
+    device = init_distributed(request.config, request.shared)
+    sp = init_sequence_parallel(timeout=rank_timeout(request.config))
     watchdog.alive("reading weights")
     model, tokenizer, rules = ranks.together(lambda: request.open(device))
     model.attach(sp)
@@ -254,7 +253,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     try:
         request = _Request.read(parser.parse_args(argv))
-        config = TrainConfig(**request.settings)
+        config = request.config
         if "RANK" not in os.environ and config.processes == 1:
             device = choose_device(config.device)
             request.answer(*request.open(device), Speed())

@@ -1,9 +1,8 @@
-"""The groups of ranks, the engine and the saver of a run. All ranks build them together."""
+"""The groups of ranks and the engine of a run. All ranks build them together."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -12,15 +11,12 @@ from bmt_burst.transport.bmtrain import initialized_bmtrain
 from models.blocks import Saving
 from train.base import ranks
 from train.base.wording import counted
-from train.checkpoints.saver import Saver, make_background
 from train.data.source import Source
-from train.data.tokenizer import Tokenizer
 from train.engine import Engine
 from train.engine.common import AdamW
 from train.engine.fp8 import convert
 from train.registry import load
 from train.run.distributed import rank_timeout
-from train.run.watchdog import Watchdog
 from train.settings.config import TrainConfig, check_strategy
 from train.settings.kinds import ModelConfig, kind_of
 from train.settings.settings import DTYPES
@@ -102,17 +98,3 @@ def make_engine(
         adamw=optimizer,
         keeps_weights=kept.weights,
     )
-
-
-def make_saver(
-    config: TrainConfig, engine: Engine, tokenizer: Tokenizer, watchdog: Watchdog
-) -> Saver:
-    """Return the saver of a run. It keeps the watchdog's last words up to date."""
-    background, is_due = None, 0 < config.save_every < config.last_step
-    if config.save and config.save_in_background and is_due:
-        background = make_background(engine.state(), engine.device)
-
-    def tell(words: str) -> None:
-        watchdog.last_words = words
-
-    return Saver(Path(config.output), tokenizer, tell, background)

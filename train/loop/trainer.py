@@ -16,7 +16,7 @@ from train.checkpoints.checkpoint import TOKENIZER
 from train.data.batches import Dealer, Work
 from train.data.mixture import epochs, source_names, starting_over
 from train.loop import resume
-from train.loop.building import Kept, make_engine, make_groups, make_saver
+from train.loop.building import Kept, make_engine, make_groups
 from train.loop.evaluations import Evaluations, EvaluationStopped
 from train.loop.inputs import check_same_data, keep_documents_apart, open_inputs
 from train.loop.measure import Clock, LossSums, StepWork, count_work, mean_losses, measure_speed
@@ -85,9 +85,9 @@ class Trainer:
         self.clock = Clock(device)
         self.metrics = ranks.together(self._open_metrics)
         self.limit = TimeLimit(config.time_limit)
-        saver = make_saver(config, self.engine, self.inputs.tokenizer, watchdog)
-        self.saves = Saves(saver, self.progress.step, self.limit, watchdog, self.metrics)
-        self.stopping = Stopping(stop, self.limit, config.save, saver, self.engine, self.metrics)
+        saved = config, self.engine, self.inputs.tokenizer, self.progress.step
+        self.saves = Saves(*saved, self.limit, watchdog, self.metrics)
+        self.stopping = Stopping(stop, config.save, self.saves, self.engine)
         profiled = parse_steps(config.profile, config.steps) if config.profile else range(0)
         self.profiler = Profiler(profiled, self.root / "profile", device, self.metrics.say)
 
