@@ -148,8 +148,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if os.path.lexists(args.output):
             raise ValueError(f"{args.output} exists: give another --output")
         path = checkpoint.find(args.run)
-        resume.check_state(saved := checkpoint.Checkpoint(path))
-        tokenizer = checkpoint_tokenizer(path)
+        saved, tokenizer = checkpoint.Checkpoint(path), checkpoint_tokenizer(path)
         with write_aside(args.output) as folder:
             if args.format == "bmtrain":
                 export_bmtrain(saved, tokenizer, folder, dtype)

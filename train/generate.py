@@ -202,7 +202,7 @@ class _Request:
             rules = self._rules(path, config, tokenizer)
             return load_model(path, device, dtype), tokenizer, rules
         trained = open_trained({**self.given, "dtype": self.args.dtype}, None, None, device)
-        stops = folder_stops(trained.name, trained.tokenizer, trained.model.vocab_size)
+        stops = folder_stops(trained.name, trained.tokenizer)
         longest = trained.model.longest_sequence
         lacking = lacking_tokens(trained.name, trained.tokenizer)
         rules = TextRules(trained.bos, stops, self.args.special, longest, lacking)

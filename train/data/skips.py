@@ -6,7 +6,6 @@ order of the data, which never changes. So a second range is given in the same n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from train.base.wording import counted, parse_pair
@@ -19,16 +18,6 @@ class Skips:
     """Ranges of places that are left out, from START to END - 1. They rise and do not overlap."""
 
     ranges: tuple[Range, ...] = ()
-
-    @classmethod
-    def of(cls, ranges: object) -> Skips:
-        """Return the ranges that a checkpoint stores. Raises ValueError for anything else."""
-        if not isinstance(ranges, list) or not all(map(_is_range, ranges)):
-            raise ValueError(f"expected ranges [FROM, TO], got {ranges!r}")
-        bounds = [place for start, end in ranges for place in (start, end)]
-        if bounds != sorted(bounds):
-            raise ValueError(f"expected ranges that rise and do not overlap, got {ranges!r}")
-        return cls(tuple((start, end) for start, end in ranges))
 
     def place(self, sample: int) -> int:
         """Return the place of a sample."""
@@ -84,9 +73,3 @@ def parse_range(text: str) -> Range:
             f"{text!r}"
         )
     return found
-
-
-def _is_range(value: object) -> bool:
-    return (
-        isinstance(value, Sequence) and len(value) == 2 and all(type(x) is int for x in value)
-    ) and 0 <= value[0] < value[1]

@@ -71,40 +71,12 @@ def choose_checkpoint(config: TrainConfig) -> Path | None:
         raise ranks.RankError(
             f"{root} has checkpoints that do not follow from {path}: give another --output"
         )
-    ranks.together(lambda: check_state(checkpoint.Checkpoint(path)))
     return path
-
-
-def check_state(saved: checkpoint.Checkpoint) -> None:
-    """Raise ValueError if the state lacks what every run has saved, such as its samples."""
-    if not isinstance(saved.state, dict):
-        raise ValueError(f"expected state.json of {saved.path} to have names and values")
-    for name in ("step", "samples", "optimizer_steps"):
-        count = saved.state.get(name)
-        if type(count) is not int or count < 0:
-            raise ValueError(f"expected {name} of {saved.path} to be a number, got {count!r}")
-    for name in ("config", "model", "data"):
-        values = saved.state.get(name)
-        if not isinstance(values, dict):
-            raise ValueError(
-                f"expected {name} of {saved.path} to have names and values, got {values!r}"
-            )
-    saved_skips(saved.state)
-    if missing := [name for name in ("seq_len", "dtype") if name not in saved.state["config"]]:
-        raise ValueError(f"expected config of {saved.path} to have {' and '.join(missing)}")
-
-
-def saved_skips(state: dict) -> Skips:
-    """Return the ranges of data that a run leaves out. Older checkpoints have none."""
-    try:
-        return Skips.of(state.get("skip_data", []))
-    except ValueError as error:
-        raise ValueError(f"skip_data of the checkpoint: {error}") from error
 
 
 def choose_skips(config: TrainConfig, state: dict, progress: Progress) -> Skips:
     """Return the ranges of data to leave out, of a state and of --skip-data. Raises ValueError."""
-    skips = saved_skips(state)
+    skips = Skips(tuple((start, end) for start, end in state.get("skip_data", [])))
     if config.skip_data is None:
         return skips
     remaining = max(config.steps - progress.step, 0) * config.batch_size

@@ -123,8 +123,7 @@ def open_trained(
         config = TrainConfig(**given)
         model: Any = config.model_config()
     else:
-        resume.check_state(opened := checkpoint.Checkpoint(path))
-        state = opened.state
+        state = checkpoint.Checkpoint(path).state
         saved = {name: state["config"][name] for name in _FROM_RUN}
         config, model = TrainConfig(**{**saved, **given}), config_of(state["model"])
     if not isinstance(model, CPMConfig):

@@ -128,20 +128,12 @@ def run_stops(state: Mapping[str, Any], tokenizer: Tokenizer) -> frozenset[int]:
     return frozenset({tokenizer.eos_id, *(i for i in stops if 0 <= i < tokenizer.vocab_size)})
 
 
-def folder_stops(source: str, tokenizer: Tokenizer, vocabulary: int) -> frozenset[int]:
+def folder_stops(source: str, tokenizer: Tokenizer) -> frozenset[int]:
     """Return the tokens that end a text as the folder of the weights lists, or else its tokenizer's
-    end-of-text token. Raises ValueError for ids that are not below `vocabulary`, and OSError.
+    end-of-text token. Raises ValueError for broken files, and OSError.
     """
     folder = folder_of(source)
-    values = read_values(folder)
-    for name in ("config.json", GENERATION):
-        given = values.get(name, {}).get("eos_token_id")
-        if any(type(i) is not int or not -1 <= i < vocabulary for i in listed(given)):
-            raise ValueError(
-                f"{folder / name}: expected eos_token_id below the vocab_size of config.json, "
-                f"{vocabulary}, got {given!r}"
-            )
-    stops = frozenset(i for i in _stops(values) if i >= 0)
+    stops = frozenset(i for i in _stops(read_values(folder)) if type(i) is int and i >= 0)
     if lacking := sorted(i for i in stops if i >= tokenizer.vocab_size):
         ranks.warn(
             f"{folder}: eos_token_id lists {', '.join(map(str, lacking))}, but the tokenizer has "
