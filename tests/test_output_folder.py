@@ -47,8 +47,10 @@ def check_on_a_rank(rank: int, folder: Path) -> None:
     Path.touch = plain
     dist.barrier()
     check_same_data(opened_with("a"))
-    differ = f"y of rank 1 on {host} is other data than y of rank 0 on {host}: expected digest a, "
-    with refused(f"{differ}got b; give all hosts the same data"):
+    differ = (
+        "expected digest of --val-data a on all ranks, as on rank 0, got digest of --val-data b "
+    )
+    with refused(f"{differ}on rank 1 of {host}: give all hosts the same data"):
         check_same_data(opened_with("ab"[rank]))
 
 

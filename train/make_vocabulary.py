@@ -127,11 +127,7 @@ def make(args: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = ArgumentParser(
-        prog="make_vocabulary.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = ArgumentParser("make_vocabulary.py", __doc__)
     parser.add_argument(
         "--model",
         choices=tuple(SPECIAL),

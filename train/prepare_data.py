@@ -233,11 +233,7 @@ def prepare_stream(args: argparse.Namespace, interrupts: Interrupts) -> None:
 
 
 def _parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        prog="prepare_data.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = ArgumentParser("prepare_data.py", __doc__)
     add = parser.add_argument
     add_inputs(parser, "also tables, tokens of Megatron-LM and, with --stream, addresses")
     add("--output", required=True, help="folder to write")

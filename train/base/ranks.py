@@ -94,7 +94,7 @@ def on_first(
     together(lambda: work() if rank() == 0 else None, raising, group)
 
 
-def check_same(options: Mapping[str, Any]) -> None:
+def check_same(options: Mapping[str, Any], advice: str = "give all ranks the same options") -> None:
     """Raise RankError on every rank if a rank has other options, by name, than rank 0."""
     (_, first), *others = gather((socket.gethostname(), options))
     expected: dict[str, Any] = {}
@@ -108,7 +108,7 @@ def check_same(options: Mapping[str, Any]) -> None:
     if got:
         raise RankError(
             f"expected {show_options(expected)} on all ranks, as on rank 0, got {', '.join(got)}: "
-            "give all ranks the same options"
+            f"{advice}"
         )
 
 

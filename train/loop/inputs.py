@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import socket
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,18 +71,14 @@ def open_inputs(config: TrainConfig, device: torch.device) -> Inputs:
 
 def check_same_data(inputs: Inputs) -> None:
     """Raise RankError on every rank if hosts opened other data. Every rank must call this."""
-    opened = [*parts(inputs.training).values(), *inputs.validation.values()]
-    mine = [(str(data.folder), data.identity) for data in opened]
-    (host, first), *others = ranks.gather((socket.gethostname(), mine))
-    for rank, (other, theirs) in enumerate(others, start=1):
-        for (one, a), (two, b) in itertools.zip_longest(first, theirs, fillvalue=("nothing", {})):
-            for name in sorted({*a, *b}):
-                if a.get(name) != b.get(name):
-                    raise ranks.RankError(
-                        f"{two} of rank {rank} on {other} is other data than {one} of rank 0 on "
-                        f"{host}: expected {name} {a.get(name)}, got {b.get(name)}; give all hosts "
-                        "the same data"
-                    )
+    opened = {f"--data {name}": data for name, data in parts(inputs.training).items()}
+    opened |= {f"--val-data {name}": data for name, data in inputs.validation.items()}
+    facts = {
+        f"{fact} of {name.strip()}": value
+        for name, data in opened.items()
+        for fact, value in data.identity.items()
+    }
+    ranks.check_same(facts, "give all hosts the same data")
 
 
 def keep_documents_apart(inputs: Inputs, config: TrainConfig, resumed: Path | None) -> Inputs:
