@@ -52,5 +52,4 @@ class ArgumentParser(argparse.ArgumentParser):
         super().exit(status, message)
 
     def fail(self, error: Exception) -> NoReturn:
-        """End the process with the error that stopped the command."""
         self.exit(2, f"{self.prog}: {' '.join(str(error).split())}\n")

@@ -93,7 +93,6 @@ def _refusing(final: Path, partial: Path | None = None) -> Iterator[None]:
 
 
 def folder(root: Path, step: int) -> Path:
-    """Return the folder of the checkpoint of a step."""
     return root / f"step_{step:08d}"
 
 
@@ -331,7 +330,6 @@ def _make_room(root: Path, keep_last: int) -> None:
 
 
 def count_bytes(path: Path) -> int:
-    """Return the bytes of a checkpoint."""
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 

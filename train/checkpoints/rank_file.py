@@ -60,7 +60,6 @@ class RankFile:
 
     @property
     def size(self) -> int:
-        """The bytes of the file."""
         return len(self.header) + sum(x.numel() for x in self.tensors)
 
     @property
@@ -116,7 +115,6 @@ class HostCopy:
         return write_bytes(file, [self._memory])
 
     def close(self) -> None:
-        """Free the memory."""
         if self._pinned:
             torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr()))
         del self._memory

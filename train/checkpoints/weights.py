@@ -60,7 +60,6 @@ def _shapes_before(engine: Engine, expected: Expected) -> dict[str, tuple[int, .
 
 
 def _say_growth(engine: Engine, expected: Expected) -> None:
-    """Print how many rows are new, on rank 0."""
     before = expected.config.vocab_size
     for name in sorted(_VOCABULARY):
         shard = engine.state().get(f"weight/{name}")

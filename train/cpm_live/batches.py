@@ -139,8 +139,6 @@ class BeeBatches(LiveBatches):
 
 
 class AntBatches(LiveBatches):
-    """Micro-batches of an Ant."""
-
     def _inputs(
         self, rows: Sequence[Row], layouts: Sequence[Layout]
     ) -> tuple[tuple[Tensor, ...], list[Tensor]]:

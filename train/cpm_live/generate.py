@@ -83,7 +83,6 @@ def _context_fields(row: Row) -> dict[str, Tensor]:
 
 
 def _segment_places(decoder: BeeDecoder, instance: Instance, segment: int) -> Iterator[int]:
-    """Yield the tokens of a segment by their place in the logits."""
     stop = int(instance.segments[: segment + 1, COLUMNS.tokens].sum())
     for at in range(stop - int(instance.segments[segment, COLUMNS.tokens]), stop):
         yield decoder.place(int(instance.tokens[at]), int(instance.subs[at]))

@@ -417,7 +417,6 @@ def ant_row(
 
 
 def check_ant(config: AntConfig) -> None:
-    """Raise ValueError for a model without the tasks, or with prompts beyond its vocabulary."""
     most = max(TASKS.values())
     if min(config.prompt_types, config.segment_types) <= most:
         raise ValueError(

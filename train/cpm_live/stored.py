@@ -63,7 +63,6 @@ class InstanceWriter(DataWriter[Instance]):
         return {"instances": self.tokenizer.instances, "segments": self.segments}
 
     def _extend(self, tokens: Sequence[int] | np.ndarray, subs: Sequence[int] | np.ndarray) -> None:
-        """Append tokens of an instance and their sub-ids."""
         self._append(tokens)
         self._more["subs.bin"].write(np.asarray(subs, dtype=_SUBS).tobytes())
 
@@ -123,7 +122,6 @@ class InstanceFiles:
 
     @property
     def lengths(self) -> np.ndarray:
-        """The number of tokens of each instance."""
         return np.diff(self.starts)
 
     @cached_property

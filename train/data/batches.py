@@ -211,8 +211,6 @@ class MicroBatch(Work):
 
 @dataclass(frozen=True)
 class _RowPlan:
-    """The mask of a sequence, its layout, and the work of each rank."""
-
     mask: Mask
     layout: Layout
     work: tuple[int, ...]

@@ -45,7 +45,6 @@ class TextFile:
 
     @staticmethod
     def at(name: str) -> TextFile:
-        """Return the file at an address or a path."""
         path = Path(urlsplit(name).path if is_remote(name) else name)
         return TextFile(path, path.name, name if is_remote(name) else None)
 
@@ -68,7 +67,6 @@ class TextFile:
         return self.form in (LINES, ARRAY)
 
     def open(self) -> io.BufferedReader:
-        """Open the file. Raises OSError if it cannot be read."""
         return open_remote(self.url) if self.url else open(self.path, "rb")
 
 

@@ -78,7 +78,6 @@ class Unread:
         ]
 
     def report(self) -> None:
-        """Print the files to stderr."""
         for line in self.lines():
             print(f"not read: {line}", file=sys.stderr)
 

@@ -179,7 +179,6 @@ class Lane:
 
     @staticmethod
     def new_state() -> dict[str, int]:
-        """Return the state of a lane before its first row."""
         return {"rows": 0, **asdict(Place()), "token": 0}
 
     def state(self) -> dict[str, int]:
@@ -192,7 +191,6 @@ class Lane:
         return self._place.epoch
 
     def skip(self, rows: int) -> None:
-        """Leave out rows."""
         assert rows >= 0
         self.rows += rows
         self._token += rows * self._seq_len

@@ -58,7 +58,6 @@ class IndexedTokens:
             )
 
     def pieces(self) -> Iterator[Piece]:
-        """Yield all documents, several at a time."""
         number, documents, size = 1, list[np.ndarray](), 0
         for start, stop in itertools.pairwise(map(int, self._ends[self._firsts])):
             documents.append(self._tokens[start:stop])

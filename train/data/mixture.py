@@ -144,7 +144,6 @@ class Mixture(Source):
         return self.sources[name].of_sample(place)
 
     def number_of(self, sample: int) -> int:
-        """Return the number of the source of a sample."""
         return self.names.index(self.interleaving.locate(sample)[0])
 
     def state(self, samples: int) -> dict[str, Any]:

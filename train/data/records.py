@@ -127,7 +127,6 @@ class BadLines:
         return f"{bad}. The first: {'; '.join(self.first[:3])}"
 
     def report(self) -> None:
-        """Print to stderr how many lines were skipped and characters left out."""
         if self.left_out:
             were = (
                 f"{noun} that the vocabulary lacks {verb} left out"
@@ -158,7 +157,6 @@ class BrokenShards:
         check_broken(self.found, self.most)
 
     def report(self) -> None:
-        """Print the shards to stderr."""
         if self.found:
             count = len(self.found)
             skipped = counted(count, "broken shard was skipped", "broken shards were skipped")

@@ -20,7 +20,6 @@ class Skips:
     ranges: tuple[Range, ...] = ()
 
     def place(self, sample: int) -> int:
-        """Return the place of a sample."""
         for start, end in self.ranges:
             if sample >= start:
                 sample += end - start

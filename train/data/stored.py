@@ -149,7 +149,6 @@ class TokenWriter(DataWriter[np.ndarray]):
             self.write(tokens[at : min(at + _COPIED, stop)] for at in range(first, stop, _COPIED))
 
     def _notes(self) -> dict[str, Any]:
-        """Return the begin token and how many documents start with it."""
         return {"bos_id": self.tokenizer.bos_id, "begun_documents": self.begun}
 
 
@@ -165,7 +164,6 @@ class StoredNumbers:
     """
 
     def __init__(self, file: Path, dtype: np.dtype):
-        """Open the file. The `dtype` of tokens is uint16 or uint32."""
         self._file, self._dtype = file, dtype
         self._descriptor = os.open(file, os.O_RDONLY)
         weakref.finalize(self, os.close, self._descriptor)

@@ -26,8 +26,6 @@ _MOST_LANES, _FILES_PER_LANE = 64, 4
 
 
 class Stream(Source):
-    """The rows of a stream."""
-
     def __init__(
         self,
         folder: Path,
@@ -141,7 +139,6 @@ class Stream(Source):
 
     @cached_property
     def _thread(self) -> ThreadPoolExecutor:
-        """The thread that reads ahead."""
         return ThreadPoolExecutor(1, thread_name_prefix="stream")
 
     def _announce(self, text: str) -> None:

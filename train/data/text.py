@@ -119,8 +119,6 @@ def make_reader(tokenizer: Tokenizer, json_field: str) -> Reader:
 
 
 class Encoder:
-    """Turns parts of files into tokens."""
-
     def __init__(self, tokenizer: Tokenizer, json_field: str):
         # a single text leaves nothing to do for more threads
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -129,7 +127,6 @@ class Encoder:
 
     @classmethod
     def open(cls, tokenizer: str, json_field: str, eos: str | None = None) -> Encoder:
-        """Return an encoder with the tokenizer of this name."""
         return cls(open_tokenizer(tokenizer, eos), json_field)
 
     def __call__(self, piece: Piece) -> Encoded:

@@ -68,7 +68,6 @@ class BMTrainEngine(Engine):
         self._store_weights()
 
     def _make_shard(self, p: Any, offload: bool) -> Shard:
-        """Return this rank's shard of `p`, a DistributedParameter."""
         master = p.data.detach().to("cpu" if offload else self.device, torch.float32)
         start = (p._start_partition or 0) if master.numel() else 0
         return Shard(master.view(-1), start, tuple(p._original_shape))

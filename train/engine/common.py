@@ -25,7 +25,6 @@ class Shard:
 
 
 def layers_name(model: nn.Module) -> str:
-    """Return the name of the model's list of blocks."""
     name: Any = model.layers_at
     assert isinstance(name, str)
     return name
@@ -108,7 +107,6 @@ class ShardedAdamW:
         return norm
 
     def state(self) -> dict[str, Shard]:
-        """Return the same as Engine.state."""
         return {
             f"{kind}/{name}": Shard(tensors[name], shard.start, shard.shape)
             for kind, tensors in self._state.items()
@@ -116,7 +114,6 @@ class ShardedAdamW:
         }
 
     def load(self, read: Callable[[str, Shard], Tensor], steps: int) -> None:
-        """Do the same as Engine.load."""
         for key, shard in self.state().items():
             shard.flat.copy_(read(key, shard))
         self.steps = steps
@@ -177,7 +174,6 @@ class Engine(ABC):
         self._optimizer.load(read, optimizer_steps)
 
     def _start_masters(self, seed: int) -> None:
-        """Fill the masters with the starting weights."""
         for name, shard in self._optimizer.shards.items():
             whole = _starting_weight(self.model, name, shard.shape, seed, self.device)
             shard.flat.copy_(whole.flatten()[shard.start : shard.start + shard.flat.numel()])

@@ -80,11 +80,9 @@ class Speed:
         self._since = self._told = 0.0
 
     def begin(self) -> None:
-        """Start the clock."""
         self._since = time.perf_counter()
 
     def note(self, tokens: int, are_prompt: bool) -> None:
-        """Note that tokens were computed: some of the prompt, or a new one."""
         now = time.perf_counter()
         seconds, self._since = now - self._since, now
         if are_prompt:

@@ -69,7 +69,6 @@ class Clock:
         return seconds
 
     def _mark(self) -> Any:
-        """Return the present time: seconds, or a CUDA event."""
         if not self._cuda:
             return time.perf_counter()
         return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))

@@ -89,7 +89,6 @@ class Metrics:
             self._wandb.record(step, values)
 
     def has(self, step: int, name: str) -> bool:
-        """Whether a record of this step has a value of `name`."""
         return any(record["step"] == step and name in record for record in reversed(self.records))
 
     def progress(self, step: int) -> None:
@@ -116,7 +115,6 @@ class Metrics:
         return f"{elapsed} elapsed, ETA {left}"
 
     def say(self, text: str) -> None:
-        """Print a line above the bar."""
         with printing():
             self._bar.write(text)
             sys.stdout.flush()
@@ -157,7 +155,6 @@ class NoMetrics:
 
 
 def plot_losses(records: list[dict[str, Any]], file: Path) -> None:
-    """Draw training and validation loss over steps."""
     with drawing(file) as (_, axes):
         for name, label in (("loss", "training"), ("val_loss", "validation")):
             points = [(r["step"], r[name]) for r in records if name in r]

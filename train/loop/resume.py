@@ -178,7 +178,6 @@ def check_same(
 
 
 def _differences(before: dict, now: dict) -> dict[str, tuple]:
-    """Return the values that changed: for each name, the value before and the value now."""
     return {
         name: (value, now.get(name)) for name, value in before.items() if now.get(name) != value
     }

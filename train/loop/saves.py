@@ -54,13 +54,11 @@ class Saves:
             self.metrics.say(str(saved))
 
     def wait(self) -> None:
-        """Wait until the last save is whole."""
         self._watchdog.alive(f"waiting until step {self.step} is saved")
         self.saver.wait()
         self.report()
 
     def wait_despite(self, error: Exception) -> None:
-        """Wait for the last save of a run that ends by `error`."""
         try:
             self.wait()
         except RuntimeError as problem:  # of the save, or of another rank

@@ -87,7 +87,6 @@ class Stages:
 
     @property
     def later(self) -> tuple[Stage, ...]:
-        """The stages after the current one."""
         return self.all[self.current.number :]
 
     @property

@@ -101,7 +101,6 @@ def make_state(config: TrainConfig, inputs: Inputs, engine: Engine, start: Start
 
 
 def describe_identity(config: TrainConfig, inputs: Inputs, model: ModelConfig) -> dict[str, Any]:
-    """Return the part of a state that identifies its run."""
     return {"data": inputs.training.identity, "model": model.to_dict(), "config": config.to_dict()}
 
 

@@ -44,7 +44,6 @@ class TimeLimit:
 
     @property
     def left(self) -> float:
-        """The seconds until the limit."""
         return self._end - time.monotonic()
 
     def begin_step(self) -> None:

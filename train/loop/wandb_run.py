@@ -58,7 +58,6 @@ class WandbRun:
         self._run.log({"step": step, **values})
 
     def close(self) -> None:
-        """Send what is left, and end wandb's process."""
         self._run.finish()
         self._wandb.teardown()
 

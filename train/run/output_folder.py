@@ -45,7 +45,6 @@ def _leave_file(file: Path) -> None:
 
 
 def _wait_for_files(folder: Path, files: Sequence[str]) -> None:
-    """Raise ValueError if one of the files cannot be seen after some seconds."""
     deadline = time.monotonic() + _PATIENCE
     while missing := sorted(set(files) - {file.name for file in folder.iterdir()}):
         if time.monotonic() > deadline:

@@ -106,7 +106,6 @@ class Facts:
 
 
 def option(default: Any, help: str, scope: Scope = NOWHERE, **facts: Any) -> Any:
-    """Return a field of a component with its Facts."""
     return field(default=default, metadata={"facts": Facts(help, scope, **facts)})
 
 

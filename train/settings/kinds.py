@@ -24,7 +24,6 @@ DEFAULT_MODEL = "cpm-tiny"  # of a run that names none, and resumes none
 
 
 def kind_of(config: ModelConfig) -> Kind:
-    """Return the kind of a model by its configuration."""
     return next(kind for kind in KINDS if type(config) is load(kind.config))
 
 

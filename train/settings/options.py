@@ -26,7 +26,6 @@ _KINDS = {
 
 
 def _kind_of(f: dataclasses.Field) -> Any:
-    """Return the type of a field's values, except None."""
     return _KINDS[str(f.type).removesuffix(" | None")]
 
 
@@ -85,7 +84,6 @@ def add_options(parser: argparse.ArgumentParser, names: Collection[str]) -> None
 
 
 def _add_option(group: Any, f: dataclasses.Field) -> None:
-    """Add the option of a field of TrainConfig."""
     kind, facts = _kind_of(f), FACTS[f.name]
     shown = "" if f.default is None else f" (default: {f.default})"
     extra: dict[str, Any] = {"help": facts.help.replace("%", "%%") + shown}

@@ -140,7 +140,6 @@ class ModelSettings:
 
     @property
     def accepted_names(self) -> tuple[str, ...]:
-        """The names of --accept-field."""
         names = (self.accept_field or "").split(",")
         return tuple(name.strip() for name in names if name.strip())
 
@@ -300,7 +299,6 @@ class ParallelSettings:
         return {"flash": self.flash, "deterministic": self.deterministic, "strategy": strategy}
 
     def saving(self) -> Saving:
-        """Return the choice of what blocks save for the backward."""
         return Saving(
             self.checkpointing,
             Offload() if self.offload else None,
@@ -442,7 +440,6 @@ class RunSettings:
 
     @property
     def evaluation_tasks(self) -> tuple[str, ...]:
-        """The tasks of --eval-tasks."""
         return () if self.eval_tasks is None else _parse_eval_tasks(self.eval_tasks)
 
 

@@ -63,7 +63,6 @@ def save_for_transformers(
 
 
 def _put_in_front(begin: str, backend: Backend) -> None:
-    """Make the backend put token `begin` in front of every text."""
     template = {"single": [begin, "$A"], "pair": [begin, "$A", begin, "$B:1"]}
     rules = processors.TemplateProcessing(
         **template, special_tokens=[(begin, backend.token_to_id(begin))]

@@ -47,7 +47,6 @@ class Trained:
         return str(self.path or self.config.init_from)
 
     def load(self, engine: Engine) -> None:
-        """Load the weights into an engine."""
         if self.path is None:
             assert self.config.init_from is not None
             load_weights(self.config.init_from, engine, self.config.expected_weights())

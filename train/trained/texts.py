@@ -165,6 +165,5 @@ def lacking_tokens(source: str, tokenizer: Tokenizer) -> tuple[str, ...]:
 
 
 def _stops(values: Mapping[str, Any]) -> list[Any]:
-    """Return the stop tokens that config.json and generation_config.json list."""
     places = [values.get(name, {}) for name in ("config.json", GENERATION)]
     return [token for place in places for token in listed(place.get("eos_token_id"))]
