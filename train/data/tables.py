@@ -72,26 +72,19 @@ def _take_column(batch: Any, path: list[str]) -> Any:
     return import_pyarrow(".compute").struct_field(column, path[1:]) if path[1:] else column
 
 
-def _paths(pyarrow: Any, inside: Any) -> Iterator[list[str]]:
-    """Yield the names that lead to each field of a schema, and to those of its structs."""
-    for field in inside:
-        yield [field.name]
-        if pyarrow.types.is_struct(field.type):
-            yield from ([field.name, *path] for path in _paths(pyarrow, field.type))
-
-
 def _find_column(pyarrow: Any, schema: Any, field: str) -> list[str]:
     """Return the names that lead to column `field`. Raises ValueError unless it is text."""
-    paths = list(_paths(pyarrow, schema))
     # a name that has a dot itself wins
-    path = min((path for path in paths if ".".join(path) == field), key=len, default=None)
-    if path is None:
-        outer = [path[:-1] for path in paths]
-        names = ", ".join(".".join(path) for path in paths if path not in outer)
-        raise ValueError(f"expected a column {field!r}, see --field; the columns are {names}")
-    held = schema.field(path[0]).type
-    for name in path[1:]:
-        held = held.field(name).type
+    path = [field] if field in schema.names else field.split(".")
+    try:
+        held = schema.field(path[0]).type
+        for name in path[1:]:
+            held = held.field(name).type
+    except (KeyError, AttributeError) as error:
+        names = ", ".join(schema.empty_table().flatten().column_names)
+        raise ValueError(
+            f"expected a column {field!r}, see --field; the columns are {names}"
+        ) from error
     values = held.value_type if pyarrow.types.is_dictionary(held) else held
     is_text = (pyarrow.types.is_string, pyarrow.types.is_large_string, pyarrow.types.is_string_view)
     if not any(is_kind(values) for is_kind in is_text):
