@@ -11,6 +11,7 @@ Letters: B batch, S tokens of this rank, E hidden size, F intermediate size, V v
 from __future__ import annotations
 
 from dataclasses import replace
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -18,9 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bmt_burst import SequenceParallel
-from bmt_burst.base.arguments import as_int
-from bmt_burst.base.autocast import autocast_dtype
-from bmt_burst.calls.refusal import CALL
 from bmt_burst.loss import (
     linear_cross_entropy_by_row,
     linear_cross_entropy_sum,
@@ -38,7 +36,6 @@ from bmt_burst.nn import (
     rotations,
     swiglu,
 )
-from bmt_burst.ranks.agreement import refuse
 
 from .blocks import Layers, Runner, Saving
 from .config import CPMConfig
@@ -118,7 +115,7 @@ class CPMBlock(nn.Module):
             norms.append(attention.o_norm)
         parts = (mlp, SwiGLU), *((norm, RMSNorm) for norm in norms)
         are_original = is_mixer(attention) and all(is_original(*part) for part in parts)
-        if autocast_dtype(x) is not None or not are_original:
+        if _is_cast(x) or not are_original:
             return False
         linears = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
         linears += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
@@ -231,7 +228,7 @@ class CPM(SequenceParallelModule):
             _check_wanted([name for name, is_wanted in wanted.items() if is_wanted], labels)
             _check_last(last, tokens.shape[1], labels)
         except (TypeError, ValueError) as error:
-            refuse(part.sp.rings, CALL, error)  # of a model without sp, too
+            part.refuse(error, f"a call of {type(self).__name__}")
         x = self.embed_tokens(tokens) * self.config.scale_emb
         cos, sin = self._rope_tables(positions, part)
         x = self.saving.run_all(self.layers, x, cos, sin, part, keep=(cos, sin))
@@ -274,6 +271,12 @@ class CPM(SequenceParallelModule):
         weight.normal_(0.0, std, generator=generator)
 
 
+def _is_cast(x: Tensor) -> bool:
+    """Whether autocast is on for x's device."""
+    kind = x.device.type
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+
+
 def _check_wanted(wanted: list[str], labels: Tensor | None) -> None:
     """Raise ValueError for results of a forward that exclude each other or need labels."""
     if len(wanted) > 1:
@@ -288,5 +291,7 @@ def _check_last(last: int | None, tokens: int, labels: Tensor | None) -> None:
         return
     if labels is not None:
         raise ValueError(f"expected last={last!r} or labels, got both: leave out last")
-    if not 0 <= as_int("last", last) <= tokens:
+    if isinstance(last, bool) or not isinstance(last, Integral):
+        raise TypeError(f"last must be a whole number, got {last!r}")
+    if not 0 <= last <= tokens:
         raise ValueError(f"last must be 0 to {tokens}, this rank's tokens, got {last}")

@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -64,6 +64,11 @@ class Part(Protocol):
 
     def check_positions(self, positions: Tensor) -> None:
         """Note the positions of this rank's tokens, (S,) or (B, S) int64, to check them."""
+
+    def refuse(self, error: Exception, doing: str = ...) -> NoReturn:
+        """Raise `error` instead of the call `doing`. The other ranks raise RanksDisagree, or in the
+        middle of new tokens RankFailed.
+        """
 
 
 class Kind(Protocol):

@@ -17,7 +17,6 @@ from ..base.compiled import not_compiled
 from ..calls.refusal import CALL, refuse_wrong_arguments
 from ..fused.functions import RMSNorm, apply_gate, apply_rope
 from ..memories.protocol import Kind, Part
-from ..parts.cache import Cache
 from ..ranks.agreement import refuse
 from ..ranks.sequence_parallel import SequenceParallel, WholeSequence, check_sp
 from ..sequence.rows import Layouts, Masks
@@ -252,10 +251,8 @@ def _refuse_call(
     `sp`. The others raise RanksDisagree, or in the middle of new tokens RankFailed.
     """
     for part in parts:
-        if hasattr(part, "sp") and sp.size in (1, part.sp.size):
-            if isinstance(part, Cache):
-                part._refuse(error, doing)
-            refuse(part.sp.rings, doing, error)
+        if hasattr(part, "refuse") and sp.size in (1, part.sp.size):
+            part.refuse(error, doing)
     refuse(sp.rings, doing, error)
 
 

@@ -46,7 +46,7 @@ class KeptPart(ABC):
         try:
             kind, tensors = find_kind(window, options)
         except (TypeError, ValueError) as error:
-            self._refuse(error)
+            self.refuse(error)
         return self.mix(layer, kind, q, k, v, *tensors)
 
     @not_compiled
@@ -56,7 +56,7 @@ class KeptPart(ABC):
             check_kind(kind, tensors)
             compute = self._prepare(layer, kind, *autocast_inputs(q, k, v), *tensors)
         except (TypeError, ValueError, AttributeError) as error:
-            self._refuse(error)
+            self.refuse(error)
         return compute()
 
     @abstractmethod
@@ -67,6 +67,6 @@ class KeptPart(ABC):
         ValueError or TypeError for wrong inputs, on this rank only.
         """
 
-    def _refuse(self, error: Exception) -> NoReturn:
-        """Raise `error` instead of a call. The other ranks raise RanksDisagree."""
-        refuse(self.sp.rings, CALL, error)
+    def refuse(self, error: Exception, doing: str = CALL) -> NoReturn:
+        """Raise `error` instead of the call `doing`. The other ranks raise RanksDisagree."""
+        refuse(self.sp.rings, doing, error)

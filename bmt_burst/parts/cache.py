@@ -109,7 +109,7 @@ class Cache(KeptPart):
             f"the length of a Cache is read-only: expected {self._length}, got {length}: take new "
             f"tokens back with cache.crop({length}) on all ranks"
         )
-        self._refuse(error, "a new length of a Cache")
+        self.refuse(error, "a new length of a Cache")
 
     def prefill(
         self, length: int, tokens: int | None = None, layout: str = "zigzag"
@@ -146,7 +146,7 @@ class Cache(KeptPart):
             prompt = Chunks(Mask.causal(length), tokens, self.layers, self.sp, layout=layout)
             prompt._limit = self.limit
         except (TypeError, ValueError) as error:
-            self._refuse(error)
+            self.refuse(error)
         if self._filling is not None:
             self._filling.forget()
         self._filling = prompt
@@ -236,7 +236,7 @@ class Cache(KeptPart):
             error = ValueError(
                 f"expected a Cache of one rank, got one of {self.sp.size}: no rank has all keys"
             )
-            self._refuse(error)
+            self.refuse(error)
 
         def keep(memory: Memory, new: NewTokens) -> tuple[Tensor, Tensor]:
             assert isinstance(memory, KeyMemory), "a checked kind keeps keys"
@@ -320,7 +320,10 @@ class Cache(KeptPart):
         """Whether ranks are in the middle of new tokens, and have agreed in each layer before."""
         return len(self._done) < self.layers == len(self._memories)
 
-    def _refuse(self, error: Exception, doing: str = _CALL) -> NoReturn:
+    def refuse(self, error: Exception, doing: str = _CALL) -> NoReturn:
+        """Raise `error` instead of the call `doing`. The other ranks raise RanksDisagree, or in the
+        middle of new tokens RankFailed.
+        """
         if self._sends_no_line:  # the others compute a layer, and read none
             with admit_one_thread(self.sp.rings, doing), report_failure(self.sp.rings, doing):
                 raise error

@@ -435,7 +435,7 @@ class Chunk(KeptPart):
                     "chunk.shard"
                 )
         except (TypeError, ValueError) as error:
-            self._refuse(error)
+            self.refuse(error)
         self.chunks._positions[self.number] = positions.view(-1, tokens)
 
     @not_compiled

@@ -304,9 +304,13 @@ class WholeSequence:
         try:
             check_kind(kind, tensors)
         except (TypeError, ValueError) as error:
-            refuse(self.sp.rings, "the attention of a layer", error)
+            self.refuse(error)
         out: Tensor = kind.attend(self, q, k, v, *tensors)
         return out
+
+    def refuse(self, error: Exception, doing: str = "the attention of a layer") -> NoReturn:
+        """Raise `error` instead of the call `doing`. The other ranks raise RanksDisagree."""
+        refuse(self.sp.rings, doing, error)
 
     def select(self, x: Tensor) -> Tensor:
         """Return x: all tokens get a result."""
