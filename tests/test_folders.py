@@ -33,7 +33,7 @@ LEVELS = [
     ("blocks",),
     ("bias", "sparse", "lightning", "scores"),
     ("extensions",),
-    ("attention", "parts", "loss", "folding", "offload", "nn", "", "doctor", "ahead"),
+    ("attention", "parts", "loss", "folding", "offload", "nn", "", "doctor", "ahead", "planning"),
     ("adapters", "bmtrain", "compat"),
 ]
 # The core, and words of its extensions.

@@ -27,11 +27,11 @@ from bench.plans import (
 )
 from bench.tables import table
 from bmt_burst import InfLLMV2
+from bmt_burst.planning import AttentionShape
 from tests.launcher import ROOT
 from train import plan as plan_script
 from train.loop.building import Kept
 from train.planning.assumptions import describe_assumptions
-from train.planning.attention import AttentionShape, attention_memory
 from train.planning.dry_run import advise, dry_run, fit_memory
 from train.planning.memory import AttentionRun
 from train.planning.report import advice, command
@@ -101,7 +101,7 @@ def test_the_memory_of_attention_is_near_what_was_measured():
         if not is_planned or strategy is None or row["seq_len"] > 131072:
             continue
         shape = shape_of(row, 1 if strategy == "auto" else row["gpus"], strategy=strategy)
-        memory = attention_memory(shape)
+        memory = shape.memory
         of_head = shape.batch * shape.rank_tokens * shape.head_size * 2
         out = of_head * shape.heads + 4 * shape.batch * shape.rank_tokens * shape.heads
         grads = of_head * (shape.heads + 2 * shape.kv_heads)
@@ -311,8 +311,8 @@ def test_chunks_keep_the_last_tokens_of_each_for_a_window():
     # the first rank has the last tokens of seven chunks, and its half of the last chunk
     assert run.step.kept == of_token * (7 * 999 + 4096)
     full = AttentionShape(1, 65536, 16, 8, 128, torch.bfloat16, 2, 2, chunk=8192)
-    seen = attention_memory(dataclasses.replace(full, window=1000))
-    assert 2 * seen.backward < attention_memory(full).backward, "keys of one chunk, not of eight"
+    seen = dataclasses.replace(full, window=1000).memory
+    assert 2 * seen.backward < full.memory.backward, "keys of one chunk, not of eight"
 
 
 @pytest.mark.parametrize("sparse", [None, {}])

@@ -23,6 +23,7 @@ from bmt_burst.lightning.rates import ConstantRates
 from bmt_burst.lightning.segments import Edges, Segments, plan_states
 from bmt_burst.nn import find_part, rope_tables
 from bmt_burst.offload import Offload
+from bmt_burst.planning import META, Ledger, LightningShape
 from bmt_burst.ranks.sequence_parallel import SequenceParallel
 from bmt_burst.transport import LANES
 from models.blocks import Saving
@@ -44,15 +45,8 @@ from train.generate import main as generate_main
 from train.generation.decoding import Speed, _compute
 from train.loop.inputs import check_kernel
 from train.loop.measure import step_flops
-from train.planning.ledger import META, Ledger
-from train.planning.lightning import (
-    _BACKWARD_TENSORS,
-    _FORWARD_TENSORS,
-    LightningShape,
-    lightning_memory,
-)
 from train.planning.search import CHUNKS, Cluster, plan, possible_chunks
-from train.planning.seconds import H200
+from train.planning.seconds import _BACKWARD_TENSORS, _FORWARD_TENSORS, H200
 from train.planning.units import Shape, find_unit
 from train.settings.config import TrainConfig
 from train.trained.model import load_model
@@ -523,7 +517,7 @@ def test_plans_have_the_states_that_ranks_exchange_in_a_chunk(ranks):
     layout, edges = Layout.zigzag(1 << 16, ranks), Edges((True,), (True,))
     total = plan_states(layout, (0, 1 << 16), 0, edges=edges).total
     assert shape.exchanged_bytes == total * shape.state_bytes
-    assert lightning_memory(shape).held == LANES["visit"] * total * shape.state_bytes
+    assert shape.memory.held == LANES["visit"] * total * shape.state_bytes
 
 
 def test_plans_count_the_states_that_chunks_hold(monkeypatch):
@@ -605,7 +599,7 @@ def test_plans_count_what_the_lightning_kernel_allocates_and_moves(monkeypatch):
     programs = SimpleNamespace(chain_states=defaultdict(lambda: lambda *inputs, **constants: None))
     monkeypatch.setattr(triton_kernel, "_launch", launch)
     monkeypatch.setattr(triton_kernel, "_load_programs", lambda: programs)
-    memory = lightning_memory(shape)
+    memory = shape.memory
     assert work_of(forward) == (memory.forward, _FORWARD_TENSORS)
     assert work_of(backward) == (memory.backward, _BACKWARD_TENSORS)
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from .attention import AttentionShape
+from bmt_burst.planning import AttentionShape
+
 from .memory import AttentionRun, Step
 from .seconds import Hardware, StepSeconds, attention_seconds
 

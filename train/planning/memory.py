@@ -8,22 +8,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 
 from bmt_burst.offload import PIECE_BYTES
+from bmt_burst.planning import (
+    AttentionMemory,
+    AttentionShape,
+    LightningShape,
+    Work,
+    choice_dtype,
+    chunk_tokens,
+)
 from models.config import LIGHTNING, CPMConfig
 from train.data.batches import choose_micro_batch_size
 from train.settings.config import TrainConfig
 from train.settings.settings import DTYPES
 
-from .attention import (
-    AttentionMemory,
-    AttentionShape,
-    attention_memory,
-    choice_dtype,
-    chunk_tokens,
-    count_choices,
-    count_kept,
-)
-from .ledger import Work
-from .lightning import LightningShape, lightning_memory
 from .sharding import Sharding, bmtrain_sharding, torch_sharding
 from .units import Shape, Unit, find_unit
 
@@ -111,11 +108,8 @@ class _Layers:
     @property
     def memory(self) -> AttentionMemory:
         """The most memory of its attentions."""
-        found = [
-            lightning_memory(x) if isinstance(x, LightningShape) else attention_memory(x)
-            for x in self.attention
-        ]
-        most = zip(*map(astuple, found or [AttentionMemory(0, 0, 0)]), strict=True)
+        found = [shape.memory for shape in self.attention] or [AttentionMemory(0, 0, 0)]
+        most = zip(*map(astuple, found), strict=True)
         return AttentionMemory(*map(max, most))
 
     @property
@@ -197,8 +191,8 @@ def _count_kept(layers: list[_Layers]) -> int:
     for each in layers:
         shapes = [shape for shape in each.attention if isinstance(shape, AttentionShape)]
         for shape in shapes:
-            keys = count_kept(shape) * each.unit.kept_of_token // len(shapes)
-            found += shape.batch * (keys + count_choices(shape))
+            keys = shape.kept_tokens * each.unit.kept_of_token // len(shapes)
+            found += shape.batch * (keys + shape.choice_bytes)
     return found
 
 

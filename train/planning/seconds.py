@@ -10,8 +10,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from .attention import AttentionShape
-from .lightning import LightningShape, lightning_seconds
+from bmt_burst.planning import AttentionShape, LightningShape
+from train.loop.measure import LIGHTNING_BACKWARD, lightning_flops
+
 from .memory import AttentionRun, Step
 
 GIB = 1 << 30
@@ -27,6 +28,23 @@ _RING_RATE = 0.96  # of attention on several ranks, relative to one
 # blocks. Half of the time for a token grows with the size of a head.
 _CHOICE_S, _SPARSE_FORWARD_S, _SPARSE_BACKWARD_S = 64e-12, 0.28e-6, 0.92e-6
 _HEADS, _HEAD_SIZE = 32, 128
+# The launches of lightning attention's Triton kernel read and write these tensors of q's size, and
+# states:
+#
+#   forward   sum_pieces  reads k, v
+#             attend      reads q, k, v, writes out
+#   backward  sum_pieces  reads q, dout
+#             attend_back reads q, k, v, dout, writes dk, dv
+#             sum_pieces  reads k, v
+#             attend      reads dout, k, v, writes dq
+#
+# Programs of other columns of a head, and those of dk and dv, read the same rows. They run side by
+# side, so the L2 cache has a row for all but the first. Of heads that decay fast, sum_pieces reads
+# the last tokens of a piece only. It writes the states before pieces, chain_states reads and writes
+# them, and the next attend reads them.
+_FORWARD_TENSORS, _BACKWARD_TENSORS = 6, 14
+_FORWARD_STATES, _BACKWARD_STATES = 4, 8
+_STATES_RATE = 150e9  # bytes a second at which states are exchanged, an assumption
 
 
 @dataclass(frozen=True)
@@ -165,7 +183,7 @@ def attention_seconds(run: AttentionRun, hardware: Hardware) -> float:
     """Return the seconds of a forward or backward of one attention."""
     shape = run.shape
     if isinstance(shape, LightningShape):
-        return lightning_seconds(shape, run.run, hardware.products, hardware.traffic)
+        return _lightning_seconds(shape, run.run, hardware.products, hardware.traffic)
     sparse = shape.sparse
     if sparse is None or sparse.is_dense(shape.tokens) or shape.tokens <= sparse.exact_tokens:
         return _dense_seconds(shape, rank_pairs(shape), run.run, hardware)
@@ -201,3 +219,18 @@ def _sparse_seconds(shape: AttentionShape, run: str, hardware: Hardware) -> floa
     pairs = rank_pairs(shape) - rank_pairs(replace(shape, tokens=first))
     compared = pairs / shape.sparse.kernel_stride if run == "forward" else 0.0
     return (_CHOICE_S * compared + _SPARSE_FORWARD_S * tokens) * heads
+
+
+def _lightning_seconds(shape: LightningShape, run: str, products: float, traffic: float) -> float:
+    """Return the seconds of a "forward", "backward", or "again". It is bound by memory or by matrix
+    products, at these rates in bytes and operations a second. In a chunk, the exchange of all
+    states follows. The few states of a whole sequence are not counted.
+    """
+    tensors, states, factor = _FORWARD_TENSORS, _FORWARD_STATES, 1.0
+    if run == "backward":
+        tensors, states, factor = _BACKWARD_TENSORS, _BACKWARD_STATES, LIGHTNING_BACKWARD
+    entries = shape.rank_tokens * shape.heads * shape.head_size
+    nbytes = tensors * entries * shape.dtype.itemsize + states * shape.piece_bytes
+    operations = factor * shape.rank_tokens * lightning_flops(shape.heads, shape.head_size)
+    exchange = shape.exchanged_bytes / _STATES_RATE if shape.chunked else 0.0
+    return max(nbytes / traffic, operations / products) + exchange

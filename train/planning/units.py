@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,24 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bmt_burst import Layout, Mask, SequenceParallel
-from bmt_burst.calls.autograd import Past
-from bmt_burst.lightning.memory import Lightning
 from bmt_burst.loss import tile_tokens
-from bmt_burst.memories.keys import KeyMemory
-from bmt_burst.memories.protocol import Kind, Room, Turn
 from bmt_burst.nn import BurstAttention
+from bmt_burst.offload import LEAST_BYTES, Offload, Parked
+from bmt_burst.planning import CHUNKS, META, Ledger, PlannedPart, Work
 from models.blocks import Saving
 from models.config import CPMConfig
 from models.cpm import CPM
 
-from .ledger import META, Ledger, PlannedOffload, Work
-from .lightning import LightningShape
-
 # Memory and work are linear in the number of tokens from here on, so more are not run.
 _ENOUGH_TOKENS, _ENOUGH_TOKENS_OF_LOSS = 1 << 14, 1 << 16
 _ENOUGH_TILES = 64
-_CHUNKS = 2  # of a unit in chunks: the earlier one has been kept
 
 
 @dataclass(frozen=True)
@@ -123,13 +115,14 @@ def _run(shape: Shape, tokens: int) -> Unit:
     """Run a unit forward and backward in a ledger."""
     ledger, offload = Ledger(), PlannedOffload()
     model = _build(shape, offload)
-    part = _Part(ledger, shape)
+    of_ranks = shape.chosen, shape.is_alone, shape.chunked
+    part = PlannedPart(ledger, shape.model.infllm, *of_ranks)
     with META:
         start = torch.empty(1, requires_grad=True)
         tables = tuple(torch.empty(tokens, shape.model.head_dim // 2) for _ in ("cos", "sin"))
     if shape.chunked and shape.layers:
-        part.open_memories(model, tokens)
-    kept = [x for memory in part.memories.values() for x in (*memory.kept, *memory.sums)]
+        _open_memories(part, model, shape, tokens)
+    kept = part.kept
     ledger.ignore(*kept)
     ledger.ignore(start, *tables, *model.parameters())
     ledger.ignore(*(p.grad for p in model.parameters() if p.grad is not None))
@@ -159,7 +152,7 @@ def _run(shape: Shape, tokens: int) -> Unit:
         forward_work=forward_work,
         backward_work=ledger.work,
         runs=part.runs,
-        kept_of_token=sum(x.nbytes for x in kept) // (_CHUNKS * shape.batch * tokens),
+        kept_of_token=sum(x.nbytes for x in kept) // (CHUNKS * shape.batch * tokens),
     )
 
 
@@ -182,6 +175,18 @@ def _build(shape: Shape, offload: PlannedOffload) -> CPM:
     for p in model.parameters():
         p.grad = torch.empty_like(p)
     return model
+
+
+def _open_memories(part: PlannedPart, model: CPM, shape: Shape, tokens: int) -> None:
+    """Allocate what layers with softmax attention keep of all chunks."""
+    config = model.config
+    q, k = (
+        torch.empty(shape.batch, tokens, heads, config.head_dim, dtype=shape.dtype, device=META)
+        for heads in (config.num_heads, config.num_kv_heads)
+    )
+    for layer, block in enumerate(model.layers):
+        if isinstance(block.self_attn, BurstAttention):
+            part.open_memory(layer, block.self_attn.kind, q, k)
 
 
 def _compute_loss(model: CPM, x: Tensor, ledger: Ledger) -> Tensor:
@@ -216,111 +221,6 @@ class _End(torch.autograd.Function):
         return torch.empty(ctx.shape, dtype=ctx.dtype, device=META)
 
 
-class _Part:
-    """A part of a sequence. Its attention allocates its results, computes nothing, and notes the
-    memory meanwhile.
-
-    memories  those of layers with softmax attention, if the part is a chunk
-    levels    the most bytes when attention ran "forward", "again" in the backward, and "backward"
-    runs      how often it did
-    """
-
-    saves_graph = True
-
-    def __init__(self, ledger: Ledger, shape: Shape):
-        self.ledger, self.shape, self.in_backward = ledger, shape, False
-        # the blocks that sparse attention chooses for each token and kv head
-        sparse = shape.model.infllm
-        self.far_blocks = 0 if sparse is None else sparse.most_blocks - sparse.window_blocks
-        self.memories: dict[int, KeyMemory] = {}
-        self.levels: Counter[str] = Counter()
-        self.runs: Counter[str] = Counter()
-
-    def open_memories(self, model: CPM, tokens: int) -> None:
-        """Make this part the last of several chunks of so many tokens of each row."""
-        config, length = model.config, _CHUNKS * tokens
-        q, k = (
-            torch.empty(
-                self.shape.batch, 1, n, config.head_dim, dtype=self.shape.dtype, device=META
-            )
-            for n in (config.num_heads, config.num_kv_heads)
-        )
-        for layer, block in enumerate(model.layers):
-            mixer = block.self_attn
-            if isinstance(mixer, BurstAttention):
-                chunks = Layout.chunks(length, 1, tokens)
-                room = Room(layer, SequenceParallel(), (Mask.causal(length),), chunks)
-                self.memories[layer] = mixer.kind.memory(room, q, k, k)
-
-    def mix(
-        self, layer: int, kind: Kind, q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor | None
-    ) -> Tensor:
-        if isinstance(kind, Lightning):
-            return _PassStates.apply(q, k, v, self)
-        inputs = [x for x in tensors if x is not None]  # by which sparse attention chooses
-        memory, past = self.memories.get(layer), None
-        if memory is not None:
-            turn = Turn(_CHUNKS - 1, True, True, True, None, lambda: None)
-            past = memory.put(turn, *(k, v, *inputs[1:])[: len(memory.kept)])
-            inputs = inputs[:1]
-        return _Attend.apply(q, k, v, self, past, *inputs)
-
-    def note(self, run: str) -> None:
-        self.runs[run] += 1
-        self.levels[run] = max(self.levels[run], self.ledger.now)
-
-
-class _Attend(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, part: _Part, past: Past | None, *inputs: Tensor
-    ) -> Tensor:
-        out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
-        own = (k, v) if past is None else ()
-        ctx.save_for_backward(q, out, lse, *inputs, *own)
-        ctx.past = past
-        # Offloading does not move choices, and a recomputation takes those of the first forward.
-        # A document's first queries choose nothing, but a rank may have only later ones.
-        chosen = 0 if part.in_backward else part.far_blocks * k.shape[:3].numel()
-        ctx.chosen = torch.empty(chosen, dtype=part.shape.chosen, device=META)
-        ctx.part, ctx.input_count = part, len(inputs)
-        part.note("again" if part.in_backward else "forward")
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, _, _, *others = ctx.saved_tensors
-        past: Past | None = ctx.past
-        if past is None:
-            results = tuple(map(torch.empty_like, (q, *others[ctx.input_count :])))
-        else:
-            results = torch.empty_like(q), *past.own_gradients(past.keys_with_sums())
-        ctx.part.note("backward")
-        return *results, *[None] * (2 + ctx.input_count)
-
-
-class _PassStates(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, part: _Part) -> Tensor:
-        ranks = 1 if part.shape.is_alone else 2
-        batch, tokens, heads, size = q.shape
-        sizes = batch, tokens, heads, size, q.dtype, ranks
-        shape = LightningShape(*sizes, chunked=part.shape.chunked)
-        # a recomputation takes the states of the first forward
-        taken = 0 if part.in_backward else shape.taken_bytes
-        ctx.taken = torch.empty(taken, dtype=torch.uint8, device=META)
-        ctx.save_for_backward(q, k, v)
-        ctx.part = part
-        part.note("again" if part.in_backward else "forward")
-        return torch.empty_like(q)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        results = tuple(map(torch.empty_like, ctx.saved_tensors))
-        ctx.part.note("backward")
-        return *results, None
-
-
 class _Loss(torch.autograd.Function):
     """The loss of hidden (N, E) and weight (V, E), which allocates and counts as on GPUs."""
 
@@ -344,3 +244,34 @@ class _Loss(torch.autograd.Function):
         results = tuple(torch.empty_like(x, dtype=ctx.dtype) for x in saved)
         ctx.ledger.work += Work(traffic=sum(x.nbytes for x in (*saved, *results)))
         return *results, None
+
+
+class PlannedOffload(Offload):
+    """An Offload that moves no bytes. `parked` has those of each tensor that leaves the GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parked: list[int] = []
+
+    def _leaves(self, x: Tensor) -> bool:
+        return x.nbytes >= LEAST_BYTES
+
+    def _move(self, x: Tensor) -> Parked:
+        self.parked.append(x.nbytes)
+        return _Planned(x)
+
+
+class _Planned(Parked):
+    """A tensor that was only counted."""
+
+    def __init__(self, x: Tensor):
+        self._shape, self._dtype = x.shape, x.dtype
+        self._fetched: Tensor | None = None
+
+    def fetch(self) -> None:
+        if self._fetched is None:
+            self._fetched = torch.empty(self._shape, dtype=self._dtype, device=META)
+
+    def take(self) -> Tensor:
+        assert self._fetched is not None, "fetch comes first"
+        return self._fetched

@@ -1,4 +1,4 @@
-"""The memory of one attention: plans of bmt_burst run on tensors without values."""
+"""The memory of one softmax attention: its plan runs on tensors without values."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from bmt_burst import InfLLMV2, Layout, Mask, strategies
-from bmt_burst.base.dtypes import accumulator_dtype
-from bmt_burst.blocks.far import packed_dtype
-from bmt_burst.kernels.fa4 import Fa4Kernel
-from bmt_burst.ranks.rings import Rings
-from bmt_burst.sequence.layout import Chunked, count_chunks
-from bmt_burst.spec import Spec
-from bmt_burst.strategies import Problem, Sizes
-from bmt_burst.strategies.compute import Keys, QueryGradients
-from bmt_burst.transport import ALONE
-from bmt_burst.transport.imagined import ImaginedRing
-
+from .. import strategies
+from ..base.dtypes import accumulator_dtype
+from ..blocks.far import packed_dtype
+from ..kernels.fa4 import Fa4Kernel
+from ..ranks.rings import Rings
+from ..sequence.layout import Chunked, Layout, count_chunks
+from ..sequence.mask import Mask
+from ..sparse import InfLLMV2
+from ..spec import Spec
+from ..strategies import Problem, Sizes
+from ..strategies.compute import Keys, QueryGradients
+from ..transport import ALONE
+from ..transport.imagined import ImaginedRing
 from .ledger import META, Ledger
 
 # Bytes of sparse attention beyond dense, measured in bench/results/sparse-1-nvidia-h200.jsonl: a
@@ -53,9 +54,23 @@ def _rows(q: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class AttentionShape:
-    """An attention of one rank. `inner` ranks are of a host, or share heads with Ulysses.
+class AttentionMemory:
+    """Bytes of one attention on a rank.
 
+    forward, backward  the most while it runs, besides its inputs and results
+    held               of the slots in which rings receive, which calls share
+    """
+
+    forward: int
+    backward: int
+    held: int
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """An attention of one rank to a sequence of `tokens` on `ranks`.
+
+    inner  the ranks of a host, or that share heads with Ulysses
     chunk  the most queries of a chunk, on all ranks: only the last chunk of the tokens has queries.
            None if all tokens have
     """
@@ -83,24 +98,55 @@ class AttentionShape:
         """The queries of all ranks."""
         return self.tokens if self.chunk is None else chunk_tokens(self.tokens, self.chunk)
 
+    @property
+    def memory(self) -> AttentionMemory:
+        """The memory of a forward and a backward. Raises ValueError if the strategy refuses it."""
+        return _find_memory(self)
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of q, k, v, out and lse of a whole sequence, which autograd keeps on a rank."""
+        of_heads = 2 * (self.heads + self.kv_heads) * self.head_size * self.dtype.itemsize
+        return self.batch * self.rank_tokens * (of_heads + 4 * self.heads)
+
+    @property
+    def chunks(self) -> Chunked:
+        """The chunks of one document."""
+        assert self.chunk is not None, "a whole sequence has none"
+        return Layout.chunks(self.tokens, self.ranks, self.chunk)
+
+    @property
+    def kept_tokens(self) -> int:
+        """The keys that chunks have memory for, on the first rank in each row: all, or those in the
+        window of the next chunk, and the last chunk's. 0 without chunks.
+        """
+        if self.chunk is None:
+            return 0
+        chunks = self.chunks
+        if self.window is None:
+            return chunks.length(0)
+        first, *_ = chunks.layouts
+        stop = first.seq_len
+        in_window = first.count(0, (max(stop - self.window + 1, 0), stop))
+        return (len(chunks.spans) - 1) * in_window + chunks.layouts[-1].length(0)
+
+    @property
+    def choice_bytes(self) -> int:
+        """Bytes of a rank's sparse choices that chunks keep, in each row."""
+        if self.chunk is None or self.sparse is None:
+            return 0
+        choosing = max(self.tokens - self.sparse.exact_tokens, 0) // self.ranks
+        dtype = choice_dtype(self.tokens, self.sparse)
+        return choosing * self.kv_heads * self.sparse.topk * dtype.itemsize
+
 
 def chunk_tokens(tokens: int, most: int) -> int:
     """Return the tokens of the longest chunk, if a chunk has at most `most` tokens."""
     return -(-tokens // count_chunks(tokens, most))
 
 
-@dataclass(frozen=True)
-class AttentionMemory:
-    """Bytes of one attention, without its inputs and results, and of slots that are `held`."""
-
-    forward: int
-    backward: int
-    held: int
-
-
 @functools.lru_cache(maxsize=1024)
-def attention_memory(shape: AttentionShape) -> AttentionMemory:
-    """Return the memory of an attention. Raises ValueError if its strategy refuses it."""
+def _find_memory(shape: AttentionShape) -> AttentionMemory:
     if shape.sparse is not None:
         return _sparse_memory(shape, shape.sparse)
     return _run_problem(shape, _make_problem(shape))
@@ -166,36 +212,6 @@ def _count_held(rings: Rings) -> int:
     return rings.inner.held_bytes + rings.outer.held_bytes
 
 
-def _cut(shape: AttentionShape, chunk: int) -> Chunked:
-    """Return the chunks of one document."""
-    return Layout.chunks(shape.tokens, shape.ranks, chunk)
-
-
-def count_kept(shape: AttentionShape) -> int:
-    """Return the keys that chunks have memory for, on the first rank in each row: all, or those in
-    the window of the next chunk, and the last chunk's. 0 without chunks.
-    """
-    if shape.chunk is None:
-        return 0
-    chunks = _cut(shape, shape.chunk)
-    if shape.window is None:
-        return chunks.length(0)
-    first, *_ = chunks.layouts
-    stop = first.seq_len
-    in_window = first.count(0, (max(stop - shape.window + 1, 0), stop))
-    return (len(chunks.spans) - 1) * in_window + chunks.layouts[-1].length(0)
-
-
-def count_choices(shape: AttentionShape) -> int:
-    """Return the bytes of a rank's sparse choices that chunks keep, in each row."""
-    sparse = shape.sparse
-    if shape.chunk is None or sparse is None:
-        return 0
-    choosing = max(shape.tokens - sparse.exact_tokens, 0) // shape.ranks
-    dtype = choice_dtype(shape.tokens, sparse)
-    return choosing * shape.kv_heads * sparse.topk * dtype.itemsize
-
-
 def choice_dtype(tokens: int, sparse: InfLLMV2 | None) -> torch.dtype:
     """Return the dtype of chosen blocks of a sequence."""
     return packed_dtype(0 if sparse is None else -(-tokens // sparse.block_size))
@@ -208,7 +224,7 @@ def _make_problem(shape: AttentionShape, number: int = -1) -> Problem:
         mask = mask.windowed(shape.window)
     layout, kv_layout = Layout.named("zigzag", shape.tokens, shape.ranks), None
     if shape.chunk is not None:
-        chunks = _cut(shape, shape.chunk)
+        chunks = shape.chunks
         (start, stop), first = chunks.spans[number], 0
         if shape.window is not None:
             first = max(start - shape.window + 1, 0)
@@ -232,9 +248,9 @@ def _sparse_memory(shape: AttentionShape, sparse: InfLLMV2) -> AttentionMemory:
     """Return the memory of sparse attention: dense attention, and the rest as measured."""
     plain = replace(shape, sparse=None)
     if sparse.is_dense(shape.tokens):
-        return attention_memory(plain)
+        return _find_memory(plain)
     if shape.chunk is None:
-        dense = replace(attention_memory(plain), held=_count_held(_reserve(shape)))
+        dense = replace(_find_memory(plain), held=_count_held(_reserve(shape)))
     else:  # dense calls of few queries have near keys only, not all
         problem = _make_problem(shape)
         dense = _run_problem(shape, replace(problem, mask=sparse.near_mask(problem.mask)))

@@ -15,8 +15,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 
-from bmt_burst.offload import LEAST_BYTES, Offload, Parked
-
 META = torch.device("meta")
 _PRODUCTS = {
     torch.ops.aten.mm.default,
@@ -110,34 +108,3 @@ def _without_values(x: Any) -> Any:
     # torch 2.11's checkpoints save an empty tensor, and compare its device later
     has_values = isinstance(x, Tensor) and x.is_cpu and x.dim() and x.numel()
     return x.to(META) if has_values else x
-
-
-class PlannedOffload(Offload):
-    """An Offload that moves no bytes. `parked` has those of each tensor that leaves the GPU."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parked: list[int] = []
-
-    def _leaves(self, x: Tensor) -> bool:
-        return x.nbytes >= LEAST_BYTES
-
-    def _move(self, x: Tensor) -> Parked:
-        self.parked.append(x.nbytes)
-        return _Planned(x)
-
-
-class _Planned(Parked):
-    """A tensor that was only counted."""
-
-    def __init__(self, x: Tensor):
-        self._shape, self._dtype = x.shape, x.dtype
-        self._fetched: Tensor | None = None
-
-    def fetch(self) -> None:
-        if self._fetched is None:
-            self._fetched = torch.empty(self._shape, dtype=self._dtype, device=META)
-
-    def take(self) -> Tensor:
-        assert self._fetched is not None, "fetch comes first"
-        return self._fetched
