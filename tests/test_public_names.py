@@ -7,56 +7,17 @@ import bmt_burst
 from tests.launcher import ROOT
 from tests.test_readme import PAGES
 
-# Each file with names that no page has, and the reason.
+# Each name that no page has, and the reason.
 EXCEPTIONS = {
-    "models/cpm.py": (
-        "it checks as the library's layers do, and tells all ranks",
-        {"base.arguments.as_int", "base.autocast.autocast_dtype"}
-        | {"calls.refusal.CALL", "ranks.agreement.refuse"},
-    ),
-    "models/linears.py": (
-        "products that are fused with the library's passes",
-        {"base.autograd.check_first_derivative", "fused.find_passes"},
-    ),
-    "models/tiled.py": (
-        "a backward that computes again, as the library's",
-        {"base.autograd.check_first_derivative", "base.compiled.not_compiled"}
-        | {"base.dtypes.accumulator_dtype", "base.policies.without_policies"},
-    ),
-    "models/cpm_live/layers.py": (
-        "passes of CPM-Live, which the library's own compiler switch compiles",
-        {"base.compiled.fused_on_gpus"},
-    ),
-    "models/cpm_live/scores.py": (
-        "segments, which are joined as spans of masks are",
-        {"sequence.span.Span", "sequence.span.merged"},
-    ),
-    "train/generation/decoding.py": (
-        "a cache of its own for models with a learned bias",
-        {"bias.call_bias.CallBias", "bias.call_bias.SegmentIds"}
-        | {"memories.protocol.reserve_memory"},
-    ),
-    "train/settings/config.py": (
-        "whether a strategy takes a learned bias is asked before there are groups",
-        {"bias.kernels.load", "bias.scoring.TableScoring"},
-    ),
-    "train/planning/attention.py": (
-        "it runs plans of the library on tensors without values, to count their memory",
-        {"base.dtypes.accumulator_dtype", "blocks.far.packed_dtype", "kernels.fa4.Fa4Kernel"}
-        | {"ranks.rings.Rings", "sequence.layout.Chunked", "sequence.layout.count_chunks"}
-        | {"strategies.Problem", "strategies.Sizes", "strategies.compute.Keys"}
-        | {"strategies.compute.QueryGradients", "transport.ALONE"}
-        | {"transport.imagined.ImaginedRing"},
-    ),
-    "train/planning/units.py": (
-        "it runs memories of the library on tensors without values, to count their memory",
-        {"calls.autograd.Past", "lightning.memory.Lightning", "memories.keys.KeyMemory"}
-        | {"memories.protocol.Kind", "memories.protocol.Room", "memories.protocol.Turn"},
-    ),
-    "train/planning/lightning.py": (
-        "it counts the memory of the library's kernels",
-        {"lightning.triton_kernel.longest_piece", "transport.LANES"},
-    ),
+    "base.autograd.check_first_derivative": "blocks are differentiable once, like calls",
+    "base.compiled.fused_on_gpus": "passes of CPM-Live, which the library's own switch compiles",
+    "base.compiled.not_compiled": "tiles compute again in the backward, as the library's calls",
+    "base.policies.without_policies": "tiles compute again in the backward, as the library's calls",
+    "bias.call_bias.CallBias": "decoding with a learned bias has a cache of its own",
+    "bias.call_bias.SegmentIds": "decoding with a learned bias has a cache of its own",
+    "fused.find_passes": "products of blocks are fused with the library's passes",
+    "memories.protocol.reserve_memory": "decoding with a learned bias has a cache of its own",
+    "sequence.span.merged": "segments of CPM-Live are joined as spans of masks are",
 }
 
 
@@ -88,10 +49,10 @@ def find_imports() -> dict[str, set[str]]:
 
 def test_the_application_imports_public_names():
     public, modules = find_public(), find_modules()
-    private: dict[str, set[str]] = {}
-    for name, files in find_imports().items():
-        if name not in public and name.rpartition(".")[0] not in modules:
-            for file in files:
-                private.setdefault(file, set()).add(name.removeprefix("bmt_burst."))
-    assert private == {file: names for file, (_, names) in EXCEPTIONS.items()}
+    private = {
+        name.removeprefix("bmt_burst."): files
+        for name, files in find_imports().items()
+        if name not in public and name.rpartition(".")[0] not in modules
+    }
+    assert private.keys() == EXCEPTIONS.keys(), private
     assert len(EXCEPTIONS) <= 10

@@ -12,7 +12,7 @@ ledger     counts the bytes of any code on tensors without values
 part       a part of a sequence for layers, whose attention only allocates
 """
 
-from .attention import AttentionMemory, AttentionShape, choice_dtype, chunk_tokens
+from .attention import AttentionMemory, AttentionShape, choice_dtype, chunk_tokens, find_refusal
 from .ledger import META, Ledger, Work
 from .lightning import LightningShape
 from .part import CHUNKS, PlannedPart
@@ -28,4 +28,5 @@ __all__ = [
     "Work",
     "choice_dtype",
     "chunk_tokens",
+    "find_refusal",
 ]

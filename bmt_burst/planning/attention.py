@@ -8,8 +8,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .. import strategies
+from .. import kernels, strategies
 from ..base.dtypes import accumulator_dtype
+from ..bias.kernels import load
+from ..bias.scores import Scores
+from ..bias.scoring import TableScoring
 from ..blocks.far import packed_dtype
 from ..kernels.fa4 import Fa4Kernel
 from ..ranks.rings import Rings
@@ -138,6 +141,28 @@ class AttentionShape:
         choosing = max(self.tokens - self.sparse.exact_tokens, 0) // self.ranks
         dtype = choice_dtype(self.tokens, self.sparse)
         return choosing * self.kv_heads * self.sparse.topk * dtype.itemsize
+
+
+def find_refusal(strategy: str, pairs: Mask | Scores, layout: Layout, inner: int) -> str | None:
+    """Return why a strategy cannot compute calls over the ranks of `layout`, or None if it can.
+
+    pairs  the mask, or the scores of calls with a learned bias
+    inner  as AttentionShape's
+    """
+    scores = pairs if isinstance(pairs, Scores) else None
+    ranks = layout.size
+    problem = Problem(
+        mask=pairs.mask if isinstance(pairs, Scores) else pairs,
+        layout=layout,
+        spec=Spec(1.0),
+        kernel=kernels.load("reference"),
+        # strategies do not refuse numbers of heads or dtypes, so these are examples
+        sizes=Sizes(1, ranks, ranks, 16, torch.float32, torch.float32),
+        inner=inner,
+        outer=ranks // inner,
+        scoring=TableScoring(scores, load("reference")) if scores else strategies.DENSE,
+    )
+    return strategies.load(strategy).refuses(problem)
 
 
 def chunk_tokens(tokens: int, most: int) -> int:

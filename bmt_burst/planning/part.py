@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from ..calls.autograd import Past
-from ..calls.softmax import SoftmaxAttention
 from ..lightning.memory import Lightning
 from ..memories.keys import KeyMemory
-from ..memories.protocol import Room, Turn
+from ..memories.protocol import Kind, Room, Turn
 from ..ranks.sequence_parallel import SequenceParallel, WholeSequence
 from ..sequence.layout import Layout
 from ..sequence.mask import Mask
@@ -64,14 +63,16 @@ class PlannedPart(WholeSequence):
         """The memory of chunks: the keys and values of layers, and sums of their gradients."""
         return [x for memory in self._memories.values() for x in (*memory.kept, *memory.sums)]
 
-    def open_memory(self, layer: int, kind: SoftmaxAttention, q: Tensor, k: Tensor) -> None:
+    def open_memory(self, layer: int, kind: Kind, q: Tensor, k: Tensor) -> None:
         """Allocate the memory of a layer for all chunks. q (B, S, H, D) and k (B, S, G, D) are of
         one chunk.
         """
         tokens = q.shape[1]
         chunks = Layout.chunks(CHUNKS * tokens, 1, tokens)
         room = Room(layer, self.sp, (Mask.causal(CHUNKS * tokens),), chunks)
-        self._memories[layer] = kind.memory(room, q, k, k)
+        memory = kind.memory(room, q, k, k)
+        assert isinstance(memory, KeyMemory), "of softmax attention"
+        self._memories[layer] = memory
 
     def mix(self, layer: int, kind: Any, q: Tensor, k: Tensor, v: Tensor, *tensors: Any) -> Tensor:
         """Allocate what the attention of a layer does. Return its result."""
@@ -129,7 +130,8 @@ class _PassStates(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, part: PlannedPart) -> Tensor:
         ranks = 1 if part.is_alone else 2
-        shape = LightningShape(*q.shape, q.dtype, ranks, chunked=part.chunked)
+        batch, tokens, heads, size = q.shape
+        shape = LightningShape(batch, tokens, heads, size, q.dtype, ranks, part.chunked)
         # a recomputation takes the states of the first forward
         taken = 0 if part.in_backward else shape.taken_bytes
         ctx.taken = torch.empty(taken, dtype=torch.uint8, device=META)

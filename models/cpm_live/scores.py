@@ -21,7 +21,7 @@ from torch import Tensor
 
 from bmt_burst import Mask, Scores, Slice
 from bmt_burst.scores import BY_DISTANCE, distance_rows
-from bmt_burst.sequence.span import Span, merged
+from bmt_burst.sequence.span import merged
 
 from .config import AntConfig, BeeConfig
 
@@ -35,7 +35,7 @@ class _Run(NamedTuple):
     span: int
     sample: int
     context: bool
-    tokens: Span
+    tokens: tuple[int, int]
 
 
 def bee_scores(

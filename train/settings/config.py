@@ -8,12 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from bmt_burst import Layout, Mask, Scores, kernels, strategies
-from bmt_burst.bias.kernels import load
-from bmt_burst.bias.scoring import TableScoring
-from bmt_burst.spec import Spec
+from bmt_burst import Layout, Mask, Scores
 from models.config import CPMConfig
 from models.json_files import read_json
 from models.rope import Llama3
@@ -366,19 +361,10 @@ def check_strategy(settings: TrainConfig, group_size: int, scores: Scores | None
     seq_len, ranks = settings.seq_len, settings.sp_size
     if strategy == "auto":
         return
-    # Strategies do not refuse numbers of heads or dtypes, so these are examples.
-    sizes = strategies.Sizes(1, ranks, ranks, 16, torch.float32, torch.float32)
-    problem = strategies.Problem(
-        mask=scores.mask if scores else Mask.causal(seq_len),
-        layout=Layout.named("zigzag" if layout == "auto" else layout, seq_len, ranks),
-        spec=Spec(1.0),
-        kernel=kernels.load("reference"),
-        sizes=sizes,
-        inner=group_size,
-        outer=ranks // group_size,
-        scoring=TableScoring(scores, load("reference")) if scores else strategies.DENSE,
-    )
-    if reason := strategies.load(strategy).refuses(problem):
+    from bmt_burst.planning import find_refusal  # loads all kernels
+
+    on_ranks = Layout.named("zigzag" if layout == "auto" else layout, seq_len, ranks)
+    if reason := find_refusal(strategy, scores or Mask.causal(seq_len), on_ranks, group_size):
         options = f"--strategy {strategy}"
         if layout != "auto":
             options += f" with --layout {layout}"
