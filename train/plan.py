@@ -27,9 +27,9 @@ from train.planning.report import Budget, advice, describe, table
 from train.planning.search import (
     Cluster,
     find_any_longest,
-    find_best,
     free_host_gib,
     plan,
+    recommend,
     with_options,
 )
 from train.planning.seconds import GPUS
@@ -114,10 +114,10 @@ def _report(given: dict[str, Any], cluster: Cluster, budget: Budget) -> Iterator
     if budget.tokens is not None:
         steps = math.ceil(budget.tokens / (config.batch_size * planned.config.seq_len))
         planned = with_options(planned, steps=steps)
-    found, without = find_best(planned)
+    found = recommend(planned)
     yield describe(found or planned, budget)
     yield f"\n{table(planned, found or planned)}"
-    yield f"\n{advice(planned, found, without)}"
+    yield f"\n{advice(planned, found)}"
 
 
 if __name__ == "__main__":

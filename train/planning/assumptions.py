@@ -27,6 +27,10 @@ def describe_assumptions(planned: Planned, tokens: float | None) -> Iterator[str
     if planned.cluster.hosts > 1:
         yield f"{planned.cluster.hosts} hosts: {_describe_sends(planned)}"
     yield from _compare_within_hosts(planned, tokens)
+    if (chunk := planned.config.tokens_of_chunk) is not None:
+        found = recommend(with_options(planned, chunk=None))
+        other = f"with --chunk {found.config.chunk}" if found and found.config.chunk else None
+        yield f"chunks of {chunk:,} tokens; {_compare(planned, found, other or 'without', tokens)}"
 
 
 def _describe_attention(planned: Planned, tokens: float | None) -> str:
@@ -44,19 +48,19 @@ def _describe_attention(planned: Planned, tokens: float | None) -> str:
         return "dense"
     same = with_options(planned, sparse=other)
     found = same if same.fits else recommend(same)
-    named = f"--sparse '{json.dumps(other)}'{'' if other else ' (InfLLM-V2)'}"
+    named = f"with --sparse '{json.dumps(other)}'{'' if other else ' (InfLLM-V2)'}"
     return f"{kind}; {_compare(planned, found, named, tokens)}"
 
 
 def _compare(planned: Planned, other: Planned | None, named: str, tokens: float | None) -> str:
     """Return the speed with the options `named`, compared with that of `planned`."""
     if other is None:
-        return f"with {named} no options fit"
+        return f"{named} no options fit"
     theirs, here = (f"{x.tokens_per_s:,.0f} tokens/s" for x in (other, planned))
     if tokens is not None:
         theirs = f"{theirs} ({days(other, tokens):,.1f} days)"
         here = f"{here} ({days(planned, tokens):,.1f} days)"
-    return f"with {named} {theirs} instead of {here}"
+    return f"{named} {theirs} instead of {here}"
 
 
 def _describe_sends(planned: Planned) -> str:
@@ -80,5 +84,5 @@ def _compare_within_hosts(planned: Planned, tokens: float | None) -> Iterator[st
     batch_size = -(-config.batch_size // groups) * groups
     other = dataclasses.replace(config, sp_size=ranks, batch_size=batch_size)
     found = recommend(plan(other, planned.cluster, planned.engine))
-    named = f"--sp-size {ranks} --batch-size {batch_size}"
+    named = f"with --sp-size {ranks} --batch-size {batch_size}"
     yield f"a sequence is on several hosts; {_compare(planned, found, named, tokens)}"

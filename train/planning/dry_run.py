@@ -20,8 +20,8 @@ from train.loop.building import Kept
 from train.loop.stages import parse_run
 from train.settings.config import TrainConfig
 
-from .report import Budget, advice, compare_chunk, describe, explain_shortage
-from .search import Cluster, Planned, as_run, find_best, find_longest, plan, with_options
+from .report import Budget, advice, describe, explain_shortage
+from .search import Cluster, Planned, as_run, find_longest, plan, recommend, with_options
 from .seconds import GIB, GPUS, H200
 
 
@@ -47,11 +47,8 @@ def _report(config: TrainConfig) -> str:
     parts = [describe(planned, Budget(tokens))]
     given = with_options(planned, checkpointing_blocks=config.checkpointing_blocks)
     parts += [f"longest sequence with these options: {find_longest(given):,} tokens"]
-    found, without = find_best(planned)
     if not planned.fits:
-        parts += [advice(planned, found, without)]
-    elif without is not None:
-        parts += [compare_chunk(planned, found, without)]
+        parts += [advice(planned, recommend(planned))]
     if not torch.cuda.is_available():
         parts += ["This machine has no GPU: memory and rates are those of an H200."]
     return "\n\n".join(parts)

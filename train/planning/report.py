@@ -63,6 +63,7 @@ def _describe_run(planned: Planned) -> str:
     if (count := planned.step.chunks) > 1:
         tokens = counted(-(-config.seq_len // count), "token")
         chunks = [f"each in {count} chunks of up to {tokens}"]
+    within_chunk = dataclasses.replace(config, chunk=None)
     return "; ".join(
         (
             f"{config.model_source}: {planned.model.num_parameters:,} parameters, "
@@ -71,14 +72,9 @@ def _describe_run(planned: Planned) -> str:
             f"{counted(config.batch_size, 'sequence')} of {counted(config.seq_len, 'token')} a "
             f"step, each over {counted(config.sp_size, 'rank')}, {groups} data parallel",
             *chunks,
-            "saving " + (" ".join(_flags_within_chunk(config)) or "everything"),
+            "saving " + (" ".join(saving_flags(within_chunk)) or "everything"),
         )
     )
-
-
-def _flags_within_chunk(config: TrainConfig) -> list[str]:
-    """Return the options for what blocks save, without --chunk."""
-    return saving_flags(dataclasses.replace(config, chunk=None))
 
 
 def _describe_memory(planned: Planned) -> Iterator[str]:
@@ -153,35 +149,20 @@ def table(planned: Planned, recommended: Planned) -> str:
     return "\n".join(lines)
 
 
-def advice(planned: Planned, found: Planned | None, without: Planned | None) -> str:
-    """Return the command that is recommended, with its memory and time, by find_best's plans."""
-    chosen = found or without
-    if chosen is None:
+def advice(planned: Planned, found: Planned | None) -> str:
+    """Return the command of `recommend`'s plan, with its memory and time."""
+    if found is None:
         gpus = counted(planned.cluster.gpus, "GPU")
         return f"No options fit. Give a shorter --seq-len, or more than {gpus}"
-    gib = chosen.step.memory.total / GIB
-    lines = [f"recommended ({gib:.1f} GiB, {chosen.seconds.total:.2f} s a step):", command(chosen)]
-    if not chosen.cluster.careful.fits(chosen.step):
+    gib = found.step.memory.total / GIB
+    lines = [f"recommended ({gib:.1f} GiB, {found.seconds.total:.2f} s a step):", command(found)]
+    if not found.cluster.careful.fits(found.step):
         lines = ["little memory is left: measured runs took up to 7 % more", *lines]
-    if without is not None:
-        lines = [compare_chunk(planned, found, without), *lines]
-    elif planned.config.chunk is None and chosen.config.chunk is None:
+    if planned.config.chunk not in (None, found.config.chunk):
+        lines = [f"--chunk {planned.config.chunk} does not fit", *lines]
+    if found.config.chunk is None:
         lines = [*_explain_chunks(planned), *lines]
     return "\n".join(lines)
-
-
-def compare_chunk(planned: Planned, found: Planned | None, without: Planned) -> str:
-    """Return why the plan `without` chunks is better than `found`, the best one with --chunk."""
-    given, better = f"--chunk {planned.config.chunk}", _show_step(without)
-    worse = f"{given} does not fit" if found is None else f"with {given} {_show_step(found)}"
-    sentence = f"without --chunk a step takes {better}, and {worse}"
-    return "; ".join((*_explain_chunks(planned), sentence))
-
-
-def _show_step(planned: Planned) -> str:
-    """Return the time of a step, its memory, and the options for what is saved within a chunk."""
-    gib, flags = planned.step.memory.total / GIB, " ".join(_flags_within_chunk(planned.config))
-    return f"{planned.seconds.total:.2f} s ({gib:.1f} GiB{flags and f', {flags}'})"
 
 
 def _explain_chunks(planned: Planned) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -280,36 +280,17 @@ def _guess(tried: Planned, grains: int) -> int:
 
 def recommend(planned: Planned) -> Planned | None:
     """Return the fastest plan that fits a trusted part of the memory, otherwise the fastest that
-    fits, or None.
+    fits, or None. Options must make it faster by 1 %.
+
+    Without --chunk, chunks are the last options. With it, they are left out only if none fits.
     """
-    return _within_trusted(_recommend, planned)
-
-
-def _within_trusted(find: Callable[[Planned], Planned | None], planned: Planned) -> Planned | None:
-    """Return the plan that `find` finds for a trusted part of the memory, else for all of it."""
+    given, chunks = planned.config.chunk, possible_chunks(planned)
     for cluster in (planned.cluster.careful, planned.cluster):
-        if found := find(dataclasses.replace(planned, cluster=cluster)):
+        within = dataclasses.replace(planned, cluster=cluster)
+        whole = _find_fastest(within, (None,)) if given is None else None
+        if found := _pick_faster(whole, _find_fastest(within, chunks)):
             return dataclasses.replace(found, cluster=planned.cluster)
-    return None
-
-
-def _recommend(planned: Planned) -> Planned | None:
-    """Return the fastest plan that fits, or None. Options must make it faster by 1 %.
-
-    Chunks are among the options if the run has none. They are the last.
-    """
-    chunks = possible_chunks(planned)
-    if planned.config.chunk is not None:
-        return _find_fastest(planned, chunks)
-    return _pick_faster(_find_fastest(planned, (None,)), _find_fastest(planned, chunks))
-
-
-def find_best(planned: Planned) -> tuple[Planned | None, Planned | None]:
-    """Return `recommend`'s plan, and the fastest without the run's --chunk if that is faster."""
-    found, other = recommend(planned), None
-    if planned.config.chunk is not None:
-        other = _within_trusted(lambda x: _find_fastest(x, (None,)), planned)
-    return found, other if _pick_faster(found, other) is other else None
+    return None if given is None else recommend(with_options(planned, chunk=None))
 
 
 def _find_fastest(planned: Planned, chunks: Iterable[int | None]) -> Planned | None:
