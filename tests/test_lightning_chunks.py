@@ -1,204 +1,101 @@
-"""Lightning attention in chunks over ranks: equal to the recurrence over the whole sequence."""
+"""Lightning attention in chunks: what ranks keep and send, and what a second run may not change.
+
+tests/conformance/test_extensions.py compares it with its definition.
+"""
 
 from __future__ import annotations
 
 import functools
-import gc
-import itertools
-import random
-import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, nullcontext
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from bmt_burst import Layout, Mask, simulate
-from bmt_burst.base.kept import find_difference
-from bmt_burst.lightning import reference
-from bmt_burst.lightning.attention import attend_lightning
-from bmt_burst.lightning.plan import PastStates
-from bmt_burst.lightning.segments import Edges, cut_documents
-from bmt_burst.ranks.rings import make_rings
-from bmt_burst.ranks.sequence_parallel import WholeSequence
+from bmt_burst import Chunks, Mask, SequenceParallel, simulate
+from bmt_burst.lightning.memory import Lightning
+from bmt_burst.lightning.segments import cut_documents
 from bmt_burst.sparse import keep_choices
-from tests.lightning import expected_results, random_log_decay, random_tensors, worst_error
+from tests.lightning import SLOPES, expected_results, random_tensors, worst_error
 from tests.refusals import refusal, refusal_of_rank
-from tests.rings import ring_arguments
 
-EXACT = 1e-10
 SCALE = 0.31
+KIND = Lightning(SLOPES, SCALE)
 
 
-class Rank:
-    """A rank that computes a sequence in chunks. `masks` has one for each row, or one for all."""
+def make_chunks(ring, masks, tokens: int, layout: str = "zigzag") -> Chunks:
+    sp = SequenceParallel(ring.rank, ring.size, process_group=ring)
+    return Chunks(masks, tokens, 1, sp, layout=layout)
 
-    def __init__(
-        self,
-        ring,
-        masks: Sequence[Mask],
-        tokens: int,
-        layout: str = "zigzag",
-        inner: int | None = None,
-        goes_on: bool = False,
-        flash: str = "auto",
-    ):
-        groups = ring_arguments(ring, inner or ring.size)
-        hosts = groups.get("double_group", (None, None))
-        self.rings = make_rings(groups.get("process_group"), hosts)
-        self.masks, self.goes_on, self.flash, self.ring = masks, goes_on, flash, ring
-        self.layout = Layout.chunks(masks[0].seq_len, ring.size, tokens, layout)
-        self.count = len(self.layout.spans)
-        self.states: list[Tensor | None] = [None]  # before each chunk
-        self.gradient: Tensor | None = None  # of the state after the chunk whose backward is next
-        self.begun: list[int] = []
 
-    def cut(self, number: int) -> tuple[tuple[Mask, ...], Edges]:
-        return cut_documents(tuple(self.masks), *self.layout.spans[number], self.goes_on)
+def run_forward(chunks: Chunks, tensors, kind: Lightning = KIND) -> list[Tensor | None]:
+    """Return the states before each chunk."""
+    for chunk in chunks.forward():
+        chunk.mix(0, kind, *map(chunk.shard, tensors[:3]))
+    return [*chunks._memories[0].states]
 
-    def edges(self, number: int) -> Edges:
-        return self.cut(number)[1]
 
-    def shard(self, x: Tensor, number: int) -> Tensor:
-        return self.layout.layouts[number].shard(
-            x[:, slice(*self.layout.spans[number])], self.ring.rank
-        )
+@contextmanager
+def begin_backward(chunks: Chunks, tensors) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield out of the last chunk and its gradient, after the forward of the others."""
+    run_forward(chunks, tensors)
+    with closing(chunks.backward()) as loop:
+        chunk = next(loop)
+        *qkv, dout = map(chunk.shard, tensors)
+        yield chunk.mix(0, KIND, *(x.requires_grad_() for x in qkv)), dout
 
-    def attend(
-        self, number, inputs: Sequence[Tensor], slopes: Tensor | None, past: PastStates
-    ) -> Tensor:
-        """Return out of a chunk, of q, k, v and, without slopes, a log_decay."""
-        qkv, log_decay = inputs[:3], None if slopes is not None else inputs[3]
-        masks, _ = self.cut(number)
-        mask = masks if len(masks) > 1 else masks[0]
-        sequence = WholeSequence.local(mask, self.layout.layouts[number])
-        return attend_lightning(
-            self.rings, sequence, *qkv, slopes, SCALE, self.flash, past, log_decay
-        )
 
-    def run_forward(self, tensors, slopes) -> list[Tensor]:
-        """Return out of each chunk, and keep the states before and after."""
-        outs = []
-        for number in range(self.count):
-            with torch.no_grad():
-                past = PastStates(self.edges(number), self.states[-1])
-                inputs = [self.shard(x, number) for x in tensors[:-1]]
-                outs.append(self.attend(number, inputs, slopes, past))
-                self.states.append(past.final)
-        return outs
+def in_chunks(size, masks, tokens, tensors, run=None, kind=KIND, **options):
+    """Return the whole out, dq, dk and dv, the states of a rank, and what each rank sent.
 
-    def reopen(self, number: int) -> PastStates:
-        """Return the past of the second run of a chunk."""
-        begin = functools.partial(self.begun.append, number)
-        return PastStates(self.edges(number), self.states[number], begin, dfinal=self.gradient)
+    States must be identical on all ranks.
+    """
 
-    def run_backward(self, number: int, tensors, slopes, run=None) -> list[Tensor]:
-        """Return out and the gradients of all tensors but the last, which is dout."""
-        *inputs, dout = (self.shard(x, number) for x in tensors)
-        leaves, past = [x.requires_grad_() for x in inputs], self.reopen(number)
+    def work(ring):
+        chunks, found = make_chunks(ring, masks, tokens, **options), []
+        states = run_forward(chunks, tensors, kind)
+        for chunk in chunks.backward():
+            *leaves, dout = map(chunk.shard, tensors)
+            leaves = [x.requires_grad_() for x in leaves]
+            attend = functools.partial(chunk.mix, 0, kind)
+            out = run(attend, *leaves) if run else attend(*leaves)
+            out.backward(dout)
+            found.insert(0, [out.detach(), *(x.grad for x in leaves)])
+        whole = [torch.cat(parts, 1) for parts in zip(*found, strict=True)]
+        return whole, states, chunks.layout, ring.traffic
 
-        def attend(*inputs):
-            return self.attend(number, inputs, slopes, past)
-
-        out = run(attend, *leaves) if run else attend(*leaves)
-        assert is_same(past.final, self.states[number + 1]), "both runs have the same bits"
-        out.backward(dout)
-        self.gradient = past.dinitial
-        return [out.detach(), *(x.grad for x in leaves)]
+    results, states, layouts, traffic = zip(*simulate(size, work), strict=True)
+    for of_rank in states[1:]:
+        assert all(map(is_same, states[0], of_rank))
+    whole = [layouts[0].unshard(parts) for parts in zip(*results, strict=True)]
+    return whole, states[0], traffic
 
 
 def is_same(one: Tensor | None, other: Tensor | None) -> bool:
     return one is other if one is None or other is None else one.equal(other)
 
 
-def in_chunks(size, masks, tokens, tensors, slopes, run=None, **options):
-    """Return whole out and gradients. States and their gradients must be identical on all ranks,
-    in each chunk.
-    """
-
-    def work(ring):
-        rank = Rank(ring, masks, tokens, **options)
-        rank.run_forward(tensors, slopes)
-        edges, results = [*rank.states], list[list[Tensor]]()
-        for number in reversed(range(rank.count)):
-            results.append(rank.run_backward(number, tensors, slopes, run))
-            edges.append(rank.gradient)
-        assert rank.begun == [*reversed(range(rank.count))]
-        whole = [torch.cat(parts, 1) for parts in zip(*results[::-1], strict=True)]
-        return whole, edges, rank.layout, ring.traffic
-
-    results = simulate(size, work)
-    for of_rank in results[1:]:
-        assert all(map(is_same, results[0][1], of_rank[1]))
-    layout = results[0][2]
-    parts = zip(*(found for found, *_ in results), strict=True)
-    return [layout.unshard(list(x)) for x in parts], results
-
-
 def cut(*borders: int) -> Mask:
     return Mask.documents(borders)
 
 
-def random_rows(chance: random.Random, tokens: int, chunk: int) -> list[Mask]:
-    """Return rows of documents that begin anywhere, or at borders of chunks and next to them."""
-    edges = [x for n in range(chunk, tokens, chunk) for x in (n - 1, n, n + 1) if 0 < x < tokens]
-    rows = []
-    for _ in range(chance.choice((1, 1, 2, 3))):
-        places = chance.choice((range(1, tokens), edges, range(1, tokens, chunk)))
-        begins = chance.sample([*places], min(len(places), chance.choice((0, 0, 1, 2, 5))))
-        rows.append(cut(0, *sorted(begins), tokens))
-    return rows
-
-
-RINGS = [(1, 1), (2, 2), (3, 3), (4, 4), (8, 8), (4, 2), (6, 3), (4, 1)]  # and ranks of a host
-
-
-@pytest.mark.parametrize("tokens_choose", [False, True], ids=["slopes", "log_decay"])
-def test_chunks_equal_the_recurrence(tokens_choose, monkeypatch):
-    """On 1 to 8 ranks and hosts, whatever the rows, documents, borders and layout in a chunk."""
-    for seed, (size, inner) in itertools.product(range(2), RINGS):
-        chance = random.Random(100 * seed + size + inner)
-        monkeypatch.setattr(reference, "CHUNK", (5, 64)[seed % 2])
-        tokens = chance.randint(3 * size, 48)
-        most = chance.randint(size + tokens // 8, tokens)
-        most = -(-tokens // max(min(-(-tokens // most), tokens // size), 1))
-        masks = random_rows(chance, tokens, most)
-        batch = 2 if len(masks) == 1 and chance.random() < 0.5 else len(masks)
-        tensors, slopes = random_tensors(batch, tokens)
-        rates = random_log_decay(batch, tokens) if tokens_choose else slopes
-        expected = expected_results(tensors, rates, SCALE, masks * (batch // len(masks)))
-        if tokens_choose:
-            tensors, slopes = (*tensors[:3], rates, tensors[3]), None
-        layout = chance.choice(("zigzag", "contiguous"))
-        got, _ = in_chunks(size, masks, most, tensors, slopes, layout=layout, inner=inner)
-        assert worst_error(got, expected) < EXACT, (seed, size, inner, masks, most, layout)
-
-
-def test_single_precision():
-    tensors, slopes = random_tensors(1, 96, 8)
-    rounded = [x.float() for x in tensors]
-    masks = [cut(0, 10, 70, 96)]
-    expected = expected_results([x.double() for x in rounded], slopes, SCALE, masks)
-    got, results = in_chunks(3, masks, 24, rounded, slopes)
-    assert {x.dtype for x in (*got, *filter(torch.is_tensor, results[0][1]))} == {torch.float32}
-    assert worst_error([x.double() for x in got], expected) < 1e-5
-
-
 def test_what_is_kept_and_sent():
-    """A state for each border within a document: a row that ends there keeps 0. Nothing is sent
+    """A state for each border within a document: a row that ends there keeps 0. No state is sent
     where documents end at the borders of runs.
     """
-    tensors, slopes = random_tensors(2, 48)
-    _, results = in_chunks(2, [cut(0, 16, 48), cut(0, 32, 48)], 16, tensors, slopes)
-    states = results[0][1]
-    assert states[0] is None and [x.shape for x in states[1:3]] == [(2, 4, 4, 4)] * 2
+    tensors, _ = random_tensors(2, 48)
+    _, states, _ = in_chunks(2, [cut(0, 16, 48), cut(0, 32, 48)], 16, tensors)
+    assert states[0] is None and [x.shape for x in states[1:]] == [(2, 4, 4, 4)] * 2
     assert not states[1][0].any() and states[1][1].any() and states[2][0].any()
     assert not states[2][1].any()
     masks = [cut(0, 8, 16, 24, 32, 40, 48)]
-    tensors, slopes = random_tensors(1, 48)
-    _, results = in_chunks(2, masks, 16, tensors, slopes, layout="contiguous")
-    assert set(results[0][1]) == {None} and not any(traffic for *_, traffic in results)
+    tensors, _ = random_tensors(1, 48)
+    _, states, traffic = in_chunks(2, masks, 16, tensors, layout="contiguous")
+    state_bytes = 4 * 4 * 4 * 8
+    assert set(states) == {None}
+    assert all(nbytes < state_bytes for sent in traffic for _, nbytes in sent)
 
 
 @pytest.mark.parametrize(
@@ -229,98 +126,81 @@ def test_a_prompt_goes_on_and_windows_are_refused():
 # guards
 
 
-def test_a_second_backward_is_refused_and_the_graph_lets_states_go():
-    tensors, slopes = random_tensors(1, 32)
+def test_a_second_backward_is_refused():
+    tensors, _ = random_tensors(1, 32)
 
     def work(ring):
-        rank = Rank(ring, [cut(0, 32)], 16)
-        rank.run_forward(tensors, slopes)
-        past = PastStates(rank.edges(1), rank.states[1], lambda: None)
-        *qkv, dout = (rank.shard(x, 1) for x in tensors)
-        out = rank.attend(1, [x.requires_grad_() for x in qkv], slopes, past)
-        out.backward(dout, retain_graph=True)
-        held = weakref.ref(past)
-        del past
-        gc.collect()
-        assert held() is None
-        with refusal("ValueError: the backward of a chunk ran twice"):
-            out.backward(dout)
-        out = rank.attend(1, qkv, slopes, PastStates(rank.edges(1), rank.states[1]))
-        with refusal(r"ValueError: a chunk of forward\(\) or of a prefill has no backward"):
-            out.backward(dout)
+        chunks = make_chunks(ring, cut(0, 32), 16)
+        with begin_backward(chunks, tensors) as (out, dout):
+            out.backward(dout, retain_graph=True)
+            with refusal("ValueError: ran twice|got two"):
+                out.backward(dout)
 
     simulate(2, work)
 
 
 def test_a_backward_that_may_not_begin_raises_on_all_ranks():
-    tensors, slopes = random_tensors(1, 32)
+    tensors, _ = random_tensors(1, 32)
+
+    def begin():
+        raise ValueError("expected one backward of chunk 1")
 
     def work(ring):
-        def begin():
+        chunks = make_chunks(ring, cut(0, 32), 16)
+        with begin_backward(chunks, tensors) as (out, dout):
             if ring.rank:
-                raise ValueError("expected one backward of chunk 1")
-
-        rank = Rank(ring, [cut(0, 32)], 16)
-        rank.run_forward(tensors, slopes)
-        past = PastStates(rank.edges(1), rank.states[1], begin)
-        *qkv, dout = (rank.shard(x, 1) for x in tensors)
-        out = rank.attend(1, [x.requires_grad_() for x in qkv], slopes, past)
-        with refusal_of_rank(1, ring.rank, "ValueError: expected one backward of chunk 1"):
-            out.backward(dout)
+                chunks._memories[0].past.begin = begin
+            with refusal_of_rank(1, ring.rank, "ValueError: expected one backward of chunk 1"):
+                out.backward(dout)
 
     simulate(2, work)
 
 
-def test_a_second_run_that_differs_is_found():
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_second_run_that_differs_is_found(dtype):
     """As with dropout, in 16 bits too. Rounding is not."""
-    tensors, slopes = random_tensors(1, 512, 8)
+    tensors, _ = random_tensors(1, 512, 8)
+    first, chance = [x.to(dtype) for x in tensors], torch.Generator().manual_seed(1)
+    kept = torch.rand(first[0].shape, generator=chance) > 0.1
+    noise = 1 + torch.finfo(dtype).eps * torch.randint(-1, 2, first[0].shape).to(dtype)
 
-    def work(ring, dtype, change):
-        rank = Rank(ring, [cut(0, 512)], 256)
-        first = [x.to(dtype) for x in tensors]
-        rank.run_forward(first, slopes)
-        past = rank.reopen(0)
-        rank.attend(0, [rank.shard(change(x), 0) for x in first[:3]], slopes, past)
-        return find_difference(past.final, rank.states[1], dtype)
+    def work(ring, factor):
+        chunks = make_chunks(ring, cut(0, 512), 256)
+        run_forward(chunks, first)
+        for chunk in chunks.backward():
+            *qkv, dout = map(chunk.shard, first)
+            if chunk.number == 0:
+                qkv = [x * chunk.shard(factor) for x in qkv]
+            chunk.mix(0, KIND, *(x.detach().requires_grad_() for x in qkv)).backward(dout)
 
-    def drop(x):
-        kept = torch.rand(x.shape, generator=torch.Generator().manual_seed(1)) > 0.1
-        return x * kept / 0.9
-
-    for dtype in (torch.float64, torch.float32, torch.bfloat16):
-        eps = torch.finfo(dtype).eps
-        noise = 1 + eps * torch.randint(-1, 2, (1, 512, 4, 8)).to(dtype)
-        for change, is_found in ((drop, True), (lambda x, by=noise: x * by, False)):
-            found = simulate(2, lambda ring, d=dtype, c=change: work(ring, d, c))
-            assert found[0].equal(found[1])
-            assert bool(found[0] > 1) == is_found, (dtype, found[0])
+    for factor, is_found in (((kept / 0.9).to(dtype), True), (noise, False)):
+        differs = refusal("ValueError: states of chunk 0 differ from what the forward kept")
+        with differs if is_found else nullcontext():
+            simulate(2, functools.partial(work, factor=factor))
 
 
 def test_checkpointed_chunks_send_no_state_twice():
     """The recomputation takes the states of the second run, which exchanged them."""
-    tensors, slopes = random_tensors(2, 48)
+    tensors, _ = random_tensors(2, 48)
     masks = [cut(0, 5, 40, 48), cut(0, 32, 48)]
 
     def run(attend, *qkv):
         return checkpoint(attend, *qkv, use_reentrant=False, context_fn=keep_choices)
 
-    plain, sent = in_chunks(2, masks, 16, tensors, slopes)
-    again, resent = in_chunks(2, masks, 16, tensors, slopes, run)
+    plain, _, sent = in_chunks(2, masks, 16, tensors)
+    again, _, resent = in_chunks(2, masks, 16, tensors, run)
     assert all(x.equal(y) for x, y in zip(plain, again, strict=True))
-    assert [traffic for *_, traffic in sent] == [traffic for *_, traffic in resent]
+    assert sent == resent
 
 
 def test_other_edges_are_refused_on_all_ranks():
-    tensors, slopes = random_tensors(1, 32)
+    """Ranks have the same documents in the chunk."""
+    tensors, _ = random_tensors(1, 32)
 
     def work(ring):
-        rank = Rank(ring, [cut(0, 32)], 16)
-        qkv = [rank.shard(x, 1) for x in tensors[:3]]
-        edges, state = rank.edges(1), torch.zeros(1, 4, 4, 4, dtype=torch.float64)
-        other = Edges((True,), (True,)) if ring.rank else edges
+        chunks = make_chunks(ring, cut(0, 16, 32) if ring.rank else cut(0, 32), 16)
         with refusal("ValueError: ranks differ in documents of other chunks"):
-            rank.attend(1, qkv, slopes, PastStates(other, state))
-        return rank.attend(1, qkv, slopes, PastStates(edges, state))
+            run_forward(chunks, tensors)
 
     simulate(2, work)
 
@@ -335,5 +215,7 @@ def test_the_triton_kernel_takes_edges(monkeypatch):
     rounded = [x.float() for x in tensors]
     masks = [cut(0, 20, 48)]
     expected = expected_results([x.double() for x in rounded], slopes, SCALE, masks)
-    got, _ = in_chunks(1, masks, 16, rounded, slopes, flash="triton")
+    kind = Lightning(tuple(slopes.tolist()), SCALE, "triton")
+    got, states, _ = in_chunks(1, masks, 16, rounded, kind=kind)
+    assert {x.dtype for x in (*got, *filter(torch.is_tensor, states))} == {torch.float32}
     assert worst_error([x.double() for x in got], expected) < 1e-5

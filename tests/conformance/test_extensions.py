@@ -55,7 +55,8 @@ RATES = torch.tensor(SLOPES)
 LOG_DECAY = random_log_decay(2, 61, HEADS, torch.Generator().manual_seed(1))
 SINKS = torch.linspace(-1, 1, HEADS, dtype=torch.float64)
 DIMS = {"lse": 2, "dlse": 2} | dict.fromkeys(("q", "k", "v", "log_decay", "out", "dout"), 1)
-"""The dims of tokens, for tensors that ranks have shards of."""
+"""The dims of tokens, for tensors that ranks have shards of. Their rows are those of the batch."""
+ROWS = DIMS.keys()
 
 
 class Case:
@@ -401,7 +402,7 @@ WHOLE = [
     *(("borders", ranks) for ranks in (2, 3, 4)),
     *(("padded", ranks) for ranks in (3, 4, 8)),
 ]
-CHUNKED = ("odd", 1), ("odd", 2), ("borders", 2), ("odd", 3), ("borders", 4), ("borders", 8)
+RAGGED = "odd", "borders"
 
 
 def cases(condition: Callable[[Case], bool]) -> Any:
@@ -462,12 +463,23 @@ def differentiate(
 
 
 @functools.cache
-def expected_of(case: Case, kind: str, sinks: bool) -> dict[str, Tensor]:
-    """Return the results and gradients of a sequence, from the definition."""
-    mask = documents(case, kind)
-    tensors = make_tensors(case, mask.seq_len, sinks=sinks)
-    leaves = find_leaves(tensors)
-    return differentiate(case.define(mask, leaves), leaves, tensors)
+def expected_of(
+    case: Case, *kinds: str, sinks: bool = True, names: Sequence[str] = ("out", "lse")
+) -> dict[str, Tensor]:
+    """Return the results and gradients of rows of documents, from the definition. `names` are those
+    of the results that have a gradient.
+    """
+    masks, each = [documents(case, kind) for kind in kinds], []
+    tensors = make_tensors(case, masks[0].seq_len, len(kinds), sinks)
+    for row, mask in enumerate(masks):
+        own = {x: y[row : row + 1] if x in ROWS else y for x, y in tensors.items()}
+        leaves = find_leaves(own)
+        results = case.define(mask, leaves)
+        each.append(differentiate({x: results[x] for x in names if x in results}, leaves, own))
+    return {
+        x: torch.cat([row[x] for row in each]) if x in ROWS else sum(row[x] for row in each)
+        for x in each[0]
+    }
 
 
 def over_ranks(
@@ -547,7 +559,7 @@ def test_strategies(case, strategy):
         with pytest.raises(ValueError, match=f"dense attention only, not {case.extension.name}"):
             over_ranks(case, layout, mask, tensors, **options)
         return
-    expected = expected_of(case, "edges", sinks=True)
+    expected = expected_of(case, "edges")
     check_close(over_ranks(case, layout, mask, tensors, **options), expected)
     if found.takes_hosts:
         layout = Layout.zigzag(mask.seq_len, 4)
@@ -556,33 +568,31 @@ def test_strategies(case, strategy):
 
 @each_extension
 def test_rows_have_documents_of_their_own(case):
-    masks = [documents(case, kind) for kind in ("odd", "one")]
-    tensors, each = make_tensors(case, case.tokens, batch=2), []
-    for row, mask in enumerate(masks):
-        own = {x: y[row : row + 1] if len(y) == 2 else y for x, y in tensors.items()}
-        leaves = find_leaves(own)
-        each.append(differentiate(case.define(mask, leaves), leaves, own))
-    expected = {
-        x: torch.cat([row[x] for row in each]) if x in DIMS else sum(row[x] for row in each)
-        for x in each[0]
-    }
-    check_close(over_ranks(case, Layout.zigzag(case.tokens, 3), masks, tensors), expected)
+    masks, tensors = [documents(case, kind) for kind in RAGGED], make_tensors(case, case.tokens, 2)
+    found = over_ranks(case, Layout.zigzag(case.tokens, 3), masks, tensors)
+    check_close(found, expected_of(case, *RAGGED))
 
 
 @cases(lambda case: case.has_parts)
-@pytest.mark.parametrize(("kind", "ranks"), CHUNKED)
-def test_chunks(case, ranks, kind):
-    """Forward and backward, with documents across, at and within borders of chunks."""
-    mask, tensors = documents(case, kind), make_tensors(case, case.tokens)
+@pytest.mark.parametrize("ranks", RANKS)
+def test_chunks(case, ranks):
+    """Forward and backward, with documents across, at and within borders of chunks, in two rows, or
+    in one on eight ranks.
+    """
+    kinds = RAGGED[: 1 if ranks == 8 else 2]
+    masks, tensors = (
+        [documents(case, x) for x in kinds],
+        make_tensors(case, case.tokens, len(kinds)),
+    )
 
     def work(ring):
-        chunks, found = Chunks(mask, 16, 1, share(ring)), []
+        chunks, found = Chunks(masks, 16, 1, share(ring)), []
         for chunk in chunks.forward():
-            case.call_part(chunk, mask, cut(tensors, chunk))
+            case.call_part(chunk, masks[0], cut(tensors, chunk))
         for chunk in chunks.backward():
             own = cut(tensors, chunk)
             leaves = find_leaves(own)
-            results = {"out": case.call_part(chunk, mask, leaves)}
+            results = {"out": case.call_part(chunk, masks[0], leaves)}
             found.insert(0, differentiate(results, leaves, own))
         return chunks.layout, {
             x: torch.cat([part[x] for part in found], 1)
@@ -592,20 +602,11 @@ def test_chunks(case, ranks, kind):
         }
 
     layouts, results = zip(*simulate(ranks, work), strict=True)
-    check_close(join_results(layouts[0], results), expected_out_of(case, kind))
+    check_close(join_results(layouts[0], results), expected_of(case, *kinds, names=("out",)))
 
 
 def cut(tensors: dict[str, Tensor], chunk: Any) -> dict[str, Tensor]:
     return {x: chunk.shard(y) if x in DIMS else y for x, y in tensors.items() if x != "dlse"}
-
-
-@functools.cache
-def expected_out_of(case: Case, kind: str) -> dict[str, Tensor]:
-    """Return what `expected_of` returns, if only out has a gradient."""
-    mask = documents(case, kind)
-    tensors = make_tensors(case, mask.seq_len)
-    leaves = find_leaves(tensors)
-    return differentiate({"out": case.define(mask, leaves)["out"]}, leaves, tensors)
 
 
 @cases(lambda case: case.has_parts)
@@ -628,7 +629,7 @@ def test_prompts_and_new_tokens(case, ranks, new):
                 found.append(case.call_part(cache, mask, own))
         return torch.cat(found, 1)
 
-    expected = expected_of(case, "one", sinks=True)["out"][:, prompt:]
+    expected = expected_of(case, "one")["out"][:, prompt:]
     for found in simulate(ranks, work):
         check_close({"out": found}, {"out": expected})
 
