@@ -13,6 +13,7 @@ import pytest
 from bmt_burst.sequence.balance import balanced_spans
 from bmt_burst.sequence.mask import Mask, Slice
 from bmt_burst.sequence.span import length, merged
+from tests.cases import random_mask
 
 SIZES = (2, 3, 8, 24)
 MOST_DOCUMENTS = 2500  # in a packing of these tests: more would only take time
@@ -91,24 +92,6 @@ def others(rng, n, size):
     yield Mask.stacked([Mask.window(half, 1024), full])
 
 
-def small(rng):
-    """Any small mask."""
-    n = rng.randrange(1, 70)
-    bounds = cuts(rng, n, rng.randrange(1, n + 1))
-    kind = rng.randrange(6)
-    if kind < 4:
-        window = rng.randrange(1, n + 1) if kind % 2 else None
-        return Mask.documents(bounds, causal=kind < 2, window=window)
-    if kind == 4:
-        return prefixed(rng, bounds)
-    slices = []  # of separate queries, so disjoint; some see nothing, and some queries are in none
-    for start, stop in itertools.pairwise(bounds):
-        keys = sorted(rng.sample(range(n + 1), 2))
-        low, high = (rng.choice((None, rng.randrange(-n, n))) for _ in range(2))
-        slices += [Slice((start, stop), tuple(keys), low, high)] * rng.randrange(2)
-    return Mask(n, tuple(slices))
-
-
 def works(mask, spans):
     """The visible pairs of each rank's queries, by the areas of slices."""
     ends = list(itertools.accumulate((s.q[1] for s in mask.slices), max))
@@ -164,7 +147,7 @@ def check_shards(mask, size, layout):
 def test_small_masks_of_any_kind(seed):
     rng = random.Random(seed)
     for _ in range(60):
-        mask = small(rng)
+        mask = random_mask(rng, rng.randrange(1, 70))
         for size in {1, 2, rng.randrange(1, mask.seq_len + 1), mask.seq_len} & set(
             range(1, mask.seq_len + 1)
         ):

@@ -1,5 +1,6 @@
 """The first difference between the masks or layouts of two ranks, in words."""
 
+import functools
 import json
 import random
 import re
@@ -10,6 +11,7 @@ from bmt_burst import Layout, Mask, Slice
 from bmt_burst.sequence.differences import layout_difference, mask_difference
 from bmt_burst.sequence.layout import Stacked
 from examples.mask_kinds import EXAMPLES
+from tests.cases import random_mask
 
 
 def as_sent(x):
@@ -70,23 +72,9 @@ def test_equal_pairs_are_no_difference():
 
 
 def random_masks(chance):
-    """Return two masks of any kinds, also of drafts: a tree in which nodes see their ancestors."""
-    seq_len = chance.choice([21, 24])
-    bounds = sorted({0, seq_len, *(chance.randrange(1, seq_len) for _ in range(3))})
-    seen = [{0}]
-    for token in range(1, seq_len):
-        seen.append({token, *chance.choice(seen[max(0, token - 3) :])})
-    tree = [Slice((i, i + 1), (key, key + 1)) for i in range(seq_len) for key in sorted(seen[i])]
-    masks = [
-        Mask(seq_len, tree),
-        Mask.documents(bounds),
-        Mask.documents(bounds, causal=False),
-        Mask.documents(bounds).windowed(chance.randrange(1, seq_len)),
-        Mask.causal(seq_len, seq_len + 5),
-        Mask.stacked([Mask.causal(9), Mask.window(seq_len - 9, 4)]),
-        *(make(seq_len) for make in EXAMPLES.values()),
-    ]
-    return chance.choice(masks), chance.choice(masks)
+    """Return two masks of one length or two, perhaps of examples, such as trees."""
+    makers = [functools.partial(random_mask, chance), *EXAMPLES.values()]
+    return [chance.choice(makers)(chance.choice([21, 24])) for _ in range(2)]
 
 
 @pytest.mark.parametrize("seed", range(60))

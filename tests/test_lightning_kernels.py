@@ -4,8 +4,6 @@ else in Triton's interpreter.
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -93,10 +91,6 @@ def test_head_sizes_that_are_padded():
     check(Segments((0, 3, 60), (1,), (1,)), 48)
 
 
-def test_half_precision():
-    check(Segments((0, 3, 60), (1,), (1,)), 32, torch.float16)
-
-
 @pytest.mark.parametrize(
     "factors", [(64, 64, 1 / 64, 1 / 64), (1 / 64, 1 / 64, 64, 64)], ids=["qk", "vdout"]
 )
@@ -146,33 +140,6 @@ def test_two_runs_are_bitwise_equal():
     case = random_case(segments, 16, heads=1)
     runs = [run(triton_kernel, *case, segments, [1 / 256]) for _ in range(2)]
     assert all(x.equal(y) for x, y in zip(*runs, strict=True))
-
-
-@pytest.mark.parametrize("against", [False, True])
-def test_pieces_cover_segments_in_order(against):
-    """A piece begins with the sum of the pieces before it, and one state is kept for each."""
-    segments = Segments((0, 1, 48, 97, 500), (1, 3), (0, 3))
-    begins, leaves = segments.opens, segments.leaves
-    if against:
-        begins, leaves = leaves, begins
-    tables = triton_kernel._cut(segments, 48, against, torch.device("cpu"))
-    rows, spans = tables.pieces.tolist(), tables.spans.tolist()
-    assert [row[1] for row in rows] == sorted((row[1] for row in rows), reverse=True)
-    for number, (start, stop) in enumerate(itertools.pairwise(segments.cuts)):
-        own = sorted((row for row in rows if start <= row[0] < stop), key=lambda row: row[4])
-        position = stop - 1 if against else start
-        for place, (first, count, slot, edge, distance) in enumerate(own):
-            assert (first, distance) == (position, abs(position - own[0][0])) and 0 < count <= 48
-            assert edge == (begins.index(number) if number in begins else -1)
-            assert slot == -1 if place == 0 else spans[slot] == own[place - 1][:2]
-            position += -count if against else count
-        assert position == (start - 1 if against else stop)
-        if number in leaves:
-            assert spans[tables.last[leaves.index(number)]] == own[-1][:2]
-        kept = len(own) - 1 + (number in leaves)
-        chained = [slots for slots in tables.chains.tolist() if spans[slots[0]] == own[0][:2]]
-        assert [end - begin for begin, end in chained] == ([kept] if kept > 1 else [])
-    assert len(spans) == len(rows) - 4 + 2
 
 
 def test_a_thousand_short_documents_have_no_states():

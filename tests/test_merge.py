@@ -7,7 +7,6 @@ import torch
 
 from bmt_burst.base.dtypes import accumulator_dtype
 from bmt_burst.merging.merge import Outputs, Sum
-from tests.reference import relative_error
 
 
 def merged(parts, dtype=torch.float32):
@@ -60,35 +59,6 @@ def test_nan_is_not_hidden():
     assert math.isnan(lse)
 
 
-SPANS = [[(0, 7)], [(3, 7)], [(0, 2), (5, 6)], [(2, 5)]]
-
-
-@pytest.mark.parametrize("limit", [0, 1 << 30, None])
-def test_spans_add_up_whenever_they_are_folded(limit):
-    q = torch.randn(2, 7, 3, 4, dtype=torch.float64)
-    tokens = [[token for span in spans for token in range(*span)] for spans in SPANS]
-    outs = [torch.randn(2, len(x), 3, 4, dtype=torch.float64) for x in tokens]
-    lses = [torch.randn(2, 3, len(x), dtype=torch.float64) for x in tokens]
-    outputs, gradients = (kind(q.shape, q.dtype, q.device, limit) for kind in (Outputs, Sum))
-    weighted, weights, total = (
-        torch.zeros_like(q),
-        torch.zeros(2, 7, 3, 1, dtype=torch.float64),
-        torch.zeros_like(q),
-    )
-    for spans, at, out, lse in zip(SPANS, tokens, outs, lses, strict=True):
-        outputs.add(spans, out, lse)
-        gradients.add(spans, out)
-        weight = lse.exp().transpose(1, 2).unsqueeze(-1)
-        weighted[:, at] += weight * out
-        weights[:, at] += weight
-        total[:, at] += out
-    (out, lse), [grad] = outputs.result(), gradients.result()
-    assert relative_error(out, weighted / weights) < 1e-14
-    assert relative_error(lse, weights.log().squeeze(-1).transpose(1, 2)) < 1e-14
-    assert relative_error(grad, total) < 1e-14
-    assert len(outputs.parts) == (1 if limit == 0 else len(SPANS))
-
-
 def test_parts_are_added_up_wide():
     gradients = Sum((1, 1, 1, 1), torch.bfloat16, torch.device("cpu"))
     for _ in range(256):
@@ -120,41 +90,6 @@ def test_sums_may_lie_where_their_first_part_does():
     assert out[:, 2:5].equal(exact[0][:, 2:5])
     assert results[1][:, :, 2:5].equal(exact[1][:, :, 2:5])
     assert results[1][:, :, 5:].equal(lse[:, :, 5:])
-
-
-def test_the_parts_of_a_span():
-    """Of parts that lie where they like: a view where one has it all, else their sum, 0 where none
-    came. Outputs of parts with one lse are sums, too: of n parts it is n times the output.
-    """
-    spans = [[(0, 4)], [(6, 9)], [(2, 3), (4, 7), (8, 9)]]
-    tokens = [[token for span in part for token in range(*span)] for part in spans]
-    parts = [(part, torch.randn(2, len(at), 3, 5)) for part, at in zip(spans, tokens, strict=True)]
-    whole = torch.zeros(2, 12, 3, 5)
-    for at, (_, part) in zip(tokens, parts, strict=True):
-        whole[:, at] += part
-
-    def of(span, dtype=torch.float32):
-        total = Sum(whole.shape, dtype, whole.device, None, parts=parts)
-        return total.sent(span)[0]
-
-    for start, stop in ((0, 12), (0, 2), (1, 7), (3, 8), (9, 12), (10, 11)):
-        assert torch.allclose(of((start, stop)), whole[:, start:stop])
-    assert of((0, 2)).data_ptr() == parts[0][1].data_ptr()
-    assert of((0, 2), torch.bfloat16).dtype == torch.bfloat16
-    assert of((9, 12)).eq(0).all()
-
-    def merge(span, dtype=torch.float32):
-        outputs = [(*part, torch.zeros(2, 3, part[1].shape[1])) for part in parts]
-        return Outputs(whole.shape, dtype, whole.device, None, parts=outputs).sent(span)
-
-    for start, stop in ((0, 12), (0, 2), (1, 7), (3, 8), (9, 12), (10, 11)):
-        out, lse = merge((start, stop))
-        assert lse.shape == (2, stop - start, 3)
-        count = lse.exp().unsqueeze(-1)
-        assert torch.allclose(out * count, whole[:, start:stop], atol=1e-6)
-    assert merge((0, 2))[0].data_ptr() == parts[0][1].data_ptr()
-    assert merge((0, 2), torch.bfloat16)[0].dtype == torch.bfloat16
-    assert merge((9, 12))[1].eq(-torch.inf).all()
 
 
 def test_sums_without_parts_are_0_before_and_after_a_fold():

@@ -40,38 +40,6 @@ def test_only_calls_that_may_include_long_gaps(gap, most, spans):
     assert found.call.tiles == tuple((x, x) for x in places)
 
 
-def test_ranks_of_a_host_see_tokens_together():
-    """Compare with the tokens of a shard that any other rank of each host attends to."""
-    mask, layout = Mask.documents((0, 5, 12, 31, 40)), Layout.zigzag(40, 4)
-    cut, pairs = Tiling(mask, layout), mask.dense()
-    for owner, inner in itertools.product(range(4), (1, 2, 4)):
-        found = cut.seen_by(owner, inner)
-        assert all(found.values())
-        for host in range(4 // inner):
-            rows = [
-                layout.positions(r) for r in range(host * inner, (host + 1) * inner) if r != owner
-            ]
-            rows = torch.cat([torch.zeros(0, dtype=torch.long), *rows])
-            seen = pairs[rows].any(0)[layout.positions(owner)]
-            assert [
-                i for span in found.get(host, ()) for i in range(*span)
-            ] == seen.nonzero().flatten().tolist()
-
-
-@pytest.mark.parametrize("name", ["contiguous", "zigzag"])
-def test_only_visible_tokens_are_received(name):
-    """If positions of a run are consecutive, a query attends to each token that is received."""
-    for seed in range(60):
-        chance = random.Random(seed)
-        cuts = sorted({0, 40, *(chance.randint(1, 40) for _ in range(4))})
-        mask = Mask.documents(cuts, window=chance.choice((None, 3, 9)))
-        layout = Layout.named(name, 40, 4)
-        for rank in range(4):
-            for _, _, owner, span in Tiling(mask, layout).seen(rank):
-                keys = layout.positions(owner)[slice(*span)]
-                assert mask.dense()[layout.positions(rank)][:, keys].any(0).all()
-
-
 def calls_of(mask, layout, rank):
     """Kernel calls of the own block, and of all others where they lie one after the other."""
     cut = Tiling(mask, layout)
