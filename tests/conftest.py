@@ -157,10 +157,17 @@ def pytest_collection_finish(session):
 
 
 LONGEST = (  # files that take ten seconds or more, by how long they take
+    "test_planning.py",
+    "test_triton.py",
+    "test_trainers.py",
+    "test_extensions.py",
     "test_bench.py",
     "test_interrupts.py",
-    "test_triton.py",
+    "test_generating.py",
+    "test_export.py",
+    "test_sala.py",
     "test_live_train.py",
+    "test_chunks.py",
     "test_train.py",
     "test_tutorial.py",
     "test_transformers.py",
@@ -170,6 +177,7 @@ LONGEST = (  # files that take ten seconds or more, by how long they take
     "test_evaluate.py",
     "test_guards.py",
     "test_strategies.py",
+    "test_sparse_kernels.py",
     "test_readme.py",
     "test_profiling.py",
     "test_balance.py",
