@@ -12,6 +12,7 @@ import torch
 
 from bench.report import DOCS, HEADLINES, MARKED, RESULTS, pages, section_of, with_tables
 from tests.launcher import ROOT, run_script
+from train.loop.stages import parse_run
 from train.settings.config import TrainConfig
 
 README = ROOT / "README.md"
@@ -197,6 +198,11 @@ OTHERS = """--nodes --ntasks-per-node --gpus-per-node --nnodes --nproc-per-node 
 --container-workdir"""
 
 
+def pages_of_pretraining() -> list[Path]:
+    nav = re.search(r"- Pretraining:\n((?: {6}- .*\n)+)", (ROOT / "mkdocs.yml").read_text())[1]
+    return [ROOT / "docs" / name for name in re.findall(r"[\w-]+\.md", nav)]
+
+
 def test_every_option_of_pretraining_that_they_name_is_one():
     scripts = ("prepare_data", "export", "generate", "make_vocabulary", "evaluate")
     texts = [(ROOT / f"train/{name}.py").read_text() for name in scripts]
@@ -206,11 +212,21 @@ def test_every_option_of_pretraining_that_they_name_is_one():
     for field in dataclasses.fields(TrainConfig):
         name = field.name.replace("_", "-")
         ours |= {f"--{name}", f"--no-{name}"} if field.default is True else {f"--{name}"}
-    nav = re.search(r"- Pretraining:\n((?: {6}- .*\n)+)", (ROOT / "mkdocs.yml").read_text())[1]
-    pages = [ROOT / "docs" / name for name in re.findall(r"[\w-]+\.md", nav)]
-    named = set(re.findall(r"--[a-z][a-z0-9-]+", "".join(path.read_text() for path in pages)))
+    text = "".join(path.read_text() for path in pages_of_pretraining())
+    named = set(re.findall(r"--[a-z][a-z0-9-]+", text))
     assert named <= ours | set(OTHERS.split())
     assert named >= {"--resume", "--val-fraction", "--keep-scalings", "--nnodes"}
+
+
+def test_pretrain_reads_every_command_that_they_show():
+    scripts = "\n".join(code for path in pages_of_pretraining() for code in blocks(path, "bash"))
+    lines = re.findall(r"train/pretrain\.py (.*)", scripts.replace("\\\n", " "))
+    whole = [line for line in lines if not re.search(r"--config|'$", line)]
+    assert len(whole) >= 8
+    for line in whole:
+        arguments = shlex.split(line.replace("... ", "").removesuffix("..."), comments=True)
+        config, _ = parse_run(arguments)
+        assert isinstance(config, TrainConfig)
 
 
 def test_the_scripts_of_the_commands_are_there_and_take_their_options():
