@@ -81,7 +81,6 @@ def test_rows_are_cut_from_documents_which_may_have_a_begin_token_each(tmp_path,
         ]
         assert rows == rows_by_hand(expected, seq_len)
         assert data.read(None).documents == (0, seq_len)
-        assert data.padding == pytest.approx(1 - (tokens - 1) / (len(data) * seq_len))
 
 
 @pytest.mark.parametrize(

@@ -143,6 +143,13 @@ def test_every_token_is_a_target_once_an_epoch(token_folder):
     assert (data.read(None).labels == IGNORE_INDEX).all()
 
 
+def test_a_text_of_less_than_half_a_sequence_is_refused(token_folder):
+    file = TokenFile(token_folder)
+    assert len(Sequences(file, 202, 0).keep_documents_apart(True, None)) == 1
+    with pytest.raises(ValueError, match="has 101 tokens, less than half of a sequence of 203"):
+        Sequences(file, 203, 0).keep_documents_apart(True, None)
+
+
 def test_half_written_folders_and_those_that_name_files_elsewhere_are_refused(token_folder):
     hashes = TokenFile(token_folder).index["sha256"]
     for name in ("../x.txt", "/etc/passwd", "..", ""):

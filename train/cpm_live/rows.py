@@ -159,10 +159,7 @@ class PackedRows(Stored):
             raise ValueError(
                 f"{file.folder} has no instance that fits into --seq-len {seq_len}{many}"
             )
-        self._tokens, self._rows = (
-            int(lengths.sum()),
-            pack_rows(lengths, slices, seq_len, MOST_SLICES, seed),
-        )
+        self._rows = pack_rows(lengths, slices, seq_len, MOST_SLICES, seed)
 
     @classmethod
     def open(cls, folder: str, model: LiveConfig, seq_len: int, seed: int) -> Self:
@@ -190,10 +187,6 @@ class PackedRows(Stored):
             if count:
                 parts.append(counted(count, f"{what} is {done}", f"{what} are {done}"))
         return ", ".join(parts)
-
-    @property
-    def padding(self) -> float:
-        return 1 - self._tokens / (len(self) * self.seq_len)
 
     @property
     def identity(self) -> dict[str, Any]:

@@ -91,7 +91,13 @@ class Sequences(Stored):
         return cls(TokenFile(folder), seq_len, seed)
 
     def keep_documents_apart(self, apart: bool, bos: int | None) -> Self:
-        return type(self)(self.file, self.seq_len, self.seed, apart, bos)
+        kept = type(self)(self.file, self.seq_len, self.seed, apart, bos)
+        if (tokens := len(kept._text)) < self.seq_len / 2:
+            raise ValueError(
+                f"{self.folder} has {tokens:,} tokens, less than half of a sequence of "
+                f"{self.seq_len:,}: give more text or shorter sequences"
+            )
+        return kept
 
     def __len__(self) -> int:
         return -(-(len(self._text) - 1) // self.seq_len)
@@ -102,10 +108,6 @@ class Sequences(Stored):
             return "documents not kept apart"
         begin = f", each after begin token {self.bos}" if self.bos is not None else ""
         return f"documents kept apart{begin}"
-
-    @property
-    def padding(self) -> float:
-        return 1 - (len(self._text) - 1) / (len(self) * self.seq_len)
 
     @property
     def identity(self) -> dict[str, Any]:

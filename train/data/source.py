@@ -40,11 +40,6 @@ class Source(ABC):
         return None
 
     @property
-    def padding(self) -> float:
-        """The share of an epoch's positions that are padding."""
-        return 0.0
-
-    @property
     @abstractmethod
     def description(self) -> str:
         """A few words on documents or instances, for the log."""

@@ -15,7 +15,6 @@ from bmt_burst.spec import Spec
 from models.config import CPMConfig
 from models.mixers import find_lightning_flash
 from train.base import ranks
-from train.base.wording import counted
 from train.data.mixture import Mixture, parts
 from train.data.same_tokenizer import check_folder
 from train.data.shares import parse_shares, validation_folders
@@ -28,8 +27,6 @@ from train.registry import KINDS, Kind, load
 from train.settings.config import TrainConfig, remark_length
 from train.settings.kinds import ModelConfig, kind_of
 from train.settings.settings import DTYPES
-
-_MOST_PADDING, _MUCH_PADDING = 0.5, 0.1  # share of padding that is refused, and reported
 
 
 @dataclass(frozen=True)
@@ -91,8 +88,6 @@ def keep_documents_apart(inputs: Inputs, config: TrainConfig, resumed: Path | No
     validation = {
         name: data.keep_documents_apart(apart, bos) for name, data in inputs.validation.items()
     }
-    for part in parts(training).values():
-        check_padding(config, part)
     return dataclasses.replace(inputs, training=training, validation=validation)
 
 
@@ -171,20 +166,6 @@ def _open_validation(
                 ranks.warn(f"{same}: the validation loss will be measured on training text")
         check_folder(trained[0], data.folder, data.folder)
     return opened
-
-
-def check_padding(config: TrainConfig, data: Source) -> None:
-    """Raise ValueError if most of the positions are padding. Warn if many are."""
-    if (padding := data.padding) <= _MUCH_PADDING:
-        return
-    tokens = data.identity["tokens"]
-    finding = (
-        f"{padding:.0%} of the positions of {data.folder} ({tokens:,} tokens) are padding in "
-        f"sequences of {counted(config.seq_len, 'token')}"
-    )
-    if padding > _MOST_PADDING:
-        raise ValueError(f"{finding}: give more text or shorter sequences")
-    ranks.warn(finding)
 
 
 def warn_of_length(config: TrainConfig, model: ModelConfig, option: str | None = None) -> None:
