@@ -38,7 +38,7 @@ from train.engine import Shard
 from train.export import main
 from train.generate import generate
 from train.generate import main as generate_main
-from train.generation.text_rules import TextRules
+from train.generation.decoding import TextRules
 from train.plan import main as plan_main
 from train.trained.hf_tokenizer import save_for_transformers
 from train.trained.model import checkpoint_tokenizer, load_model

@@ -11,7 +11,7 @@ from tests.test_export import byte_level_bpe
 from tests.test_export_beside import source, state_of, tokenizer_in  # noqa: F401
 from tests.test_tokenizer import sentencepiece  # noqa: F401
 from train.data.tokenizer import ByteTokenizer, JsonTokenizer, open_tokenizer
-from train.generation.text_rules import TextRules
+from train.generation.decoding import TextRules
 from train.trained.model import open_trained
 from train.trained.texts import folder_begin_token, folder_stops, lacking_tokens, run_stops
 

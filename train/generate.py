@@ -41,8 +41,7 @@ from train.base.command_line import ArgumentParser
 from train.checkpoints import checkpoint
 from train.data.records import read_text
 from train.data.tokenizer import Tokenizer
-from train.generation.decoding import Choose, Generator, Speed, continue_text, sampler
-from train.generation.text_rules import TextRules
+from train.generation.decoding import Choose, Generator, Speed, TextRules, continue_text, sampler
 from train.loop import resume
 from train.registry import load
 from train.run import ending

@@ -37,10 +37,8 @@ class Interleaving:
     are a pair: the first has floor(n p + 1/2) of the first n samples. More sources are a tree of
     pairs, as in a Huffman code, where the two smallest shares become a pair.
 
-    A source is off by less than 2 rows of its n p. For a proof, let a node of the tree be off by e.
-    Its two parts are then off by at most 1/2 + s e, where s is the part's share in the node. A part
-    that is a pair has s <= 2/3, because its own parts were the smallest shares. So pairs are off by
-    less than 3/2.
+    A source is off by less than 2 rows of its n p: parts of a node that is off by e are off by at
+    most 1/2 + s e, where s is the part's share in the node, and s <= 2/3 for a part that is a pair.
     """
 
     def __init__(self, weights: Mapping[str, Fraction]):
@@ -107,11 +105,6 @@ class Mixture(Source):
             )
             raise ValueError(f"documents get {one}, but {other}: give --bos TOKEN or --bos none")
         return self._first.bos_id
-
-    @property
-    def padding(self) -> float:
-        shares = self.interleaving.shares
-        return sum(float(shares[name]) * part.padding for name, part in self.sources.items())
 
     @property
     def description(self) -> str:
