@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -15,7 +14,6 @@ from train.base import ranks
 from train.engine import Engine, Shard
 
 _VOCABULARY = {"embed_tokens.weight", "lm_head.weight", "input_embedding.weight"}
-_ROWS = 4096  # rows that are read at once
 _NOISE = 0.01  # standard deviation of a new row's noise, relative to that of each column
 
 
@@ -79,17 +77,7 @@ def _read_shard(weights: Weights, name: str, shard: Shard, seed: int) -> Tensor:
 
 def _new_rows(name: str, whole: Tensor, count: int, seed: int) -> Tensor:
     """Return rows (count, E) in fp32 for new tokens: the mean of all rows, with small noise."""
-    mean = _mean_row(whole, lambda part: part)
-    variance = _mean_row(whole, lambda part: (part - mean).square())
+    deviation, mean = torch.std_mean(whole.float(), 0, correction=0)
     digest = hashlib.sha256(f"{seed}/{name}/new".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    noise = torch.randn(count, whole.shape[1], dtype=torch.float64, generator=generator)
-    return (mean + _NOISE * variance.sqrt() * noise).float()
-
-
-def _mean_row(whole: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return the mean of a function of all rows, in fp64. Few rows at once need little memory."""
-    total = torch.zeros(whole.shape[1], dtype=torch.float64)
-    for part in whole.split(_ROWS):
-        total += function(part.double()).sum(0)
-    return total / len(whole)
+    return mean + _NOISE * deviation * torch.randn(count, whole.shape[1], generator=generator)
