@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,7 +91,7 @@ def keep_documents_apart(inputs: Inputs, config: TrainConfig, resumed: Path | No
 
 
 def _open_training(config: TrainConfig, kind: Kind, model: ModelConfig) -> Source:
-    """Open --data. Raises ValueError if sources have the same text, or other tokenizers."""
+    """Open --data. Raises ValueError if sources have different tokenizers."""
     if isinstance(config.data, str):
         return open_source(config, kind, model, config.data)
     shares = parse_shares(config.data)
@@ -101,12 +100,6 @@ def _open_training(config: TrainConfig, kind: Kind, model: ModelConfig) -> Sourc
     for name, data in others:
         names = f"source {name} ({data.folder})", f"source {first} ({expected.folder})"
         check_folder(expected.folder, data.folder, *names)
-    for (one, a), (other, b) in itertools.combinations(sources.items(), 2):
-        if a.identity == b.identity:
-            raise ValueError(
-                f"--data: sources {one} ({a.folder}) and {other} ({b.folder}) are the same text: "
-                "give it once, with the sum of both weights"
-            )
     return Mixture(sources, {name: weight for name, (_, weight) in shares.items()})
 
 
