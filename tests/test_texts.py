@@ -206,9 +206,9 @@ def test_a_file_of_weights_needs_its_model(tmp_path):
 
 def test_tokens_that_only_other_files_of_a_folder_have_are_named(tmp_path, capsys):
     """transformers adds them to the tokenizer."""
-    decoder = {"280": {"content": "<|tool|>"}, "4": {"content": "<|im_start|>"}}
+    names = {"280": "<|tool|>", "4": "<|im_start|>", "281": "<|end|>"}
+    decoder = {i: {"content": name} for i, name in names.items()}
     folder = folder_of(tmp_path, BYTES, {"added_tokens_decoder": decoder})
-    (folder / "added_tokens.json").write_text('{"<|end|>": 281}')
     tokenizer = JsonTokenizer(folder / "tokenizer.json")
     lacking = lacking_tokens(str(folder), tokenizer)
     assert lacking == ("<|tool|>", "<|end|>")

@@ -146,22 +146,9 @@ def lacking_tokens(source: str, tokenizer: Tokenizer) -> tuple[str, ...]:
     """Return the added tokens that the folder of the weights names, but its tokenizer's file lacks.
     Raises ValueError for broken files, and OSError.
     """
-    folder = folder_of(source)
-    others = {
-        name: read_json(folder / name) if (folder / name).is_file() else {}
-        for name in ("added_tokens.json", "tokenizer.json", TOKENIZER)
-    }
-    try:
-        names = [entry["content"] for entry in others[TOKENIZER].get(ADDED, {}).values()]
-        names += others["added_tokens.json"]
-        entries = others["tokenizer.json"].get("added_tokens") or []
-        names += [entry["content"] for entry in entries]
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"{folder} does not name tokens as tokenizers do: {ADDED} of {TOKENIZER}, or "
-            f"added_tokens of tokenizer.json: {type(error).__name__}: {error}"
-        ) from error
-    return tuple(name for name in dict.fromkeys(names) if tokenizer.id_of(name) is None)
+    added = read_values(folder_of(source)).get(TOKENIZER, {}).get(ADDED, {})
+    names = [str(token_name(token)) for token in added.values()]
+    return tuple(name for name in names if tokenizer.id_of(name) is None)
 
 
 def _stops(values: Mapping[str, Any]) -> list[Any]:
