@@ -60,34 +60,6 @@ def rings(inner, outer):
 
 
 @pytest.mark.parametrize(("inner", "outer"), GRIDS)
-def test_hosts_borrow_the_tokens_that_they_attend_to(inner, outer):
-    """A host has the tokens of a root that any of its ranks attends to, as lent by the owner."""
-    for ring in rings(inner, outer):
-        layout, dense = ring.tiling.layout, ring.tiling.mask.dense()
-        for rank, rounds in enumerate(ring.rounds):
-            host = rank // inner
-            assert len(rounds) == outer
-            for number, round_ in enumerate(rounds):
-                assert round_.root == (rank + number * inner) % layout.size
-                if not number:
-                    assert not round_.lent and not round_.landing.runs
-                    continue
-                owner = ring.rounds[round_.root][number]
-                assert (owner.lent, owner.lent_to) == (round_.held, host)
-                rows = torch.cat([layout.positions(other) for other in ring.host_of(rank)])
-                seen = dense[rows][:, layout.positions(round_.root)].any(0)
-                borrowed = torch.zeros_like(seen)
-                for span in round_.held:
-                    borrowed[slice(*span)] = True
-                assert borrowed[seen].all()
-                if (
-                    all(run.step == 1 for run in layout.runs(round_.root))
-                    and len(ring.tiling.mask.slices) == 1
-                ):
-                    assert borrowed.equal(seen)
-
-
-@pytest.mark.parametrize(("inner", "outer"), GRIDS)
 def test_stages_are_few_and_within_limits(inner, outer):
     for ring in rings(inner, outer):
         limit, back = ring.limits

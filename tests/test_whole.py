@@ -85,26 +85,6 @@ def test_it_has_what_a_training_script_needs():
     assert on_ranks(2, work) == [(24, 2)] * 2
 
 
-def test_layers_take_it_as_their_mask():
-    x = torch.randn(1, 24, 16, dtype=torch.float64)
-
-    def work(sp):
-        layers = torch.nn.Sequential(
-            nn.BurstAttention(16, 2, sp=sp, window=4), nn.LightningAttention(16, 2, sp=sp)
-        ).double()
-        for part in layers.parameters():
-            torch.nn.init.constant_(part, 0.1)
-        batch = sp.sequence(MASK)
-        tables = nn.rope_tables(batch.positions(), 8)
-        y = batch.shard(x)
-        for layer in layers:
-            y = layer(y, *tables, mask=batch)
-        return batch.unshard(y)
-
-    [alone] = on_ranks(1, work)
-    assert all((y - alone).abs().max() < 1e-12 for y in on_ranks(3, work))
-
-
 def test_a_window_needs_no_length():
     tensors = random_qkv(1, 24, 2, 2, 8)
 
