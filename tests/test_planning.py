@@ -34,11 +34,12 @@ from train.loop.building import Kept
 from train.planning.assumptions import describe_assumptions
 from train.planning.dry_run import advise, dry_run, fit_memory
 from train.planning.memory import AttentionRun
-from train.planning.report import advice, command
+from train.planning.report import Budget, advice, command, describe
 from train.planning.search import (
     Cluster,
     Planned,
     find_longest,
+    free_host_gib,
     helping_options,
     plan,
     recommend,
@@ -184,10 +185,10 @@ def test_hosts_receive_weights_and_keys_and_wait_for_them():
     one, two = planned(8, **options), planned(16, **options)
     model, keys = two.model, 2 * 65536 * two.model.num_kv_heads * two.model.head_dim * 2
     expected = model.num_parameters * 3 * 2 + model.num_layers * keys * (1 + 1 + 2)
-    assert two.sends.total(two.step) == pytest.approx(expected / 2)
+    assert two.sends.total == pytest.approx(expected / 2)
     whole = with_options(two, sp_size=8, batch_size=2)
-    assert whole.sends.total(whole.step) == pytest.approx(model.num_parameters * 3)
-    assert not one.sends.total(one.step)
+    assert whole.sends.total == pytest.approx(model.num_parameters * 3)
+    assert not one.sends.total
     fast, slow = (
         plan(two.config, dataclasses.replace(two.cluster, network=rate), "bmtrain")
         for rate in (1e4, 0.01)
@@ -195,6 +196,18 @@ def test_hosts_receive_weights_and_keys_and_wait_for_them():
     assert fast.seconds == two.seconds
     waiting = slow.seconds.parts["waiting for other hosts"]
     assert waiting == pytest.approx(expected / 2 / 1e7, rel=0.01)
+
+
+def test_offloading_is_limited_by_the_memory_of_a_host_with_gpus(monkeypatch, capsys):
+    assert free_host_gib(8) is None
+    monkeypatch.setattr("train.planning.search.available_memory", lambda: 64 * GIB)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert free_host_gib(8) == 8.0
+    run = planned(8, checkpointing="full", offload=True)
+    run = dataclasses.replace(run, cluster=dataclasses.replace(run.cluster, host_gib=8.0))
+    host = run.step.memory.host / GIB
+    told = f"GPU: {host:.1f} of 8 GiB\n  of a host with 8 GPUs: {8 * host:.1f} GiB, pinned\n"
+    assert told in describe(run, Budget())
 
 
 def test_a_plan_says_what_it_assumes():
@@ -406,7 +419,7 @@ def test_a_dry_run_and_a_run_plan_chunks(capsys, monkeypatch):
     assert "each in 4 chunks of up to 8,192 tokens" in out
     assert "  kept keys " in out
     assert "saving --checkpointing selective" in out
-    assert re.search(r"\nchunks of 8,192 tokens; without [\d,]+ tokens/s \(.*\) instead of ", out)
+    assert re.search(r"\nchunks of 8,192 tokens; without: [\d,]+ tokens/s \(.*\) instead of ", out)
     cut = planned(checkpointing="selective", seq_len=65536, chunk=8192).config
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (int(40 * GIB), 0))
     blocks = fit_memory(cut, torch.device("cuda")).saving.blocks

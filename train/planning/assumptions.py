@@ -55,12 +55,12 @@ def _describe_attention(planned: Planned, tokens: float | None) -> str:
 def _compare(planned: Planned, other: Planned | None, named: str, tokens: float | None) -> str:
     """Return the speed with the options `named`, compared with that of `planned`."""
     if other is None:
-        return f"{named} no options fit"
+        return f"{named}: no options fit"
     theirs, here = (f"{x.tokens_per_s:,.0f} tokens/s" for x in (other, planned))
     if tokens is not None:
         theirs = f"{theirs} ({days(other, tokens):,.1f} days)"
         here = f"{here} ({days(planned, tokens):,.1f} days)"
-    return f"{named} {theirs} instead of {here}"
+    return f"{named}: {theirs} instead of {here}"
 
 
 def _describe_sends(planned: Planned) -> str:
@@ -68,7 +68,7 @@ def _describe_sends(planned: Planned) -> str:
     rate = planned.cluster.network
     if rate is None:
         return "what they send to each other counts as free; --network of plan.py counts it"
-    nbytes = planned.sends.total(planned.step)
+    nbytes = planned.sends.total * planned.step.micro_batches
     seconds = nbytes / rate / 1e9
     return f"each receives {nbytes / 1e9:,.1f} GB a step: {seconds:.2f} s at {rate:g} GB/s"
 

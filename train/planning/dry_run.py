@@ -21,7 +21,16 @@ from train.loop.stages import parse_run
 from train.settings.config import TrainConfig
 
 from .report import Budget, advice, describe, explain_shortage
-from .search import Cluster, Planned, as_run, find_longest, plan, recommend, with_options
+from .search import (
+    Cluster,
+    Planned,
+    as_run,
+    find_longest,
+    free_host_gib,
+    plan,
+    recommend,
+    with_options,
+)
 from .seconds import GIB, GPUS, H200
 
 
@@ -43,6 +52,9 @@ def dry_run(argv: Sequence[str]) -> int:
 def _report(config: TrainConfig) -> str:
     """Return the plan of a run, and what is recommended if it does not fit."""
     planned = _plan(config)
+    host_gib = free_host_gib(planned.cluster.of_host)
+    cluster = dataclasses.replace(planned.cluster, host_gib=host_gib)
+    planned = dataclasses.replace(planned, cluster=cluster)
     tokens = float(config.last_step * config.batch_size * config.seq_len)
     parts = [describe(planned, Budget(tokens))]
     given = with_options(planned, checkpointing_blocks=config.checkpointing_blocks)

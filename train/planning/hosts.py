@@ -6,14 +6,14 @@ several hosts, each of them also receives the keys of the others, as in the doub
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from bmt_burst.planning import AttentionShape
 
 from .memory import AttentionRun, Step
-from .seconds import Hardware, StepSeconds, attention_seconds
+from .seconds import Hardware, attention_seconds
 
-_GRADIENT_BYTES = {"torch": 4, "bmtrain": 2}  # of a parameter, when gradients are reduced
+_GRADIENT_BYTES = {"torch": 4, "bmtrain": 2}  # of a parameter, at least, when they are reduced
 
 
 @dataclass(frozen=True)
@@ -21,16 +21,25 @@ class Sends:
     """The bytes that a host receives in one micro-batch.
 
     weights  gathered weights and reduced gradients
-    keys     those of each run of an attention
+    keys     those of each run of an attention, and how often it runs
     """
 
     weights: float
-    keys: dict[AttentionRun, float]
+    keys: dict[AttentionRun, tuple[float, float]]
 
-    def total(self, step: Step) -> float:
-        """Return the bytes of a step."""
-        keys = sum(count * self.keys[run] for run, count in step.attention.items())
-        return step.micro_batches * (self.weights + keys)
+    @property
+    def total(self) -> float:
+        return self.weights + sum(nbytes * count for nbytes, count in self.keys.values())
+
+    def waiting(self, rate: float, busy: float, hardware: Hardware) -> float:
+        """Return the seconds in which GPUs wait in a micro-batch that computes for `busy` seconds,
+        if a host receives `rate` bytes a second. An attention's keys are sent while it runs.
+        """
+        waits = (
+            count * max(nbytes / rate - attention_seconds(run, hardware), 0.0)
+            for run, (nbytes, count) in self.keys.items()
+        )
+        return sum(waits) + max(self.weights / rate - busy, 0.0)
 
 
 def count_sends(
@@ -41,7 +50,10 @@ def count_sends(
     """
     of_parameter = 2 * itemsize + max(_GRADIENT_BYTES[engine], itemsize)
     weights = step.chunks * parameters * of_parameter * (hosts - 1) / hosts
-    keys = {run: _count_keys(run, step.chunks) * (sharing - 1) / sharing for run in step.attention}
+    share = (sharing - 1) / sharing
+    keys = {
+        run: (share * _count_keys(run, step.chunks), count) for run, count in step.attention.items()
+    }
     return Sends(weights, keys)
 
 
@@ -52,33 +64,13 @@ def _count_keys(run: AttentionRun, chunks: int) -> float:
     Sparse attention always sends keys, and in a forward once more to choose. Chunks send the keys
     of all earlier ones again. States of lightning attention are few.
     """
-    shape = run.shape
+    shape, is_backward = run.shape, run.run == "backward"
     if not isinstance(shape, AttentionShape):
         return 0.0
-    tokens = min(shape.tokens, 2 * (shape.window or shape.tokens))  # zigzag has two runs
-    of_head = shape.batch * shape.head_size * shape.dtype.itemsize
     is_sparse = shape.sparse is not None and not shape.sparse.is_dense(shape.tokens)
-    parts = 4 if run.run == "backward" else 2 + (is_sparse and run.run == "forward")
+    of_head = shape.batch * shape.head_size * shape.dtype.itemsize
+    tokens = min(shape.tokens, 2 * (shape.window or shape.tokens))  # zigzag has two runs
+    parts = 4 if is_backward else 3 if is_sparse and run.run == "forward" else 2
     by_keys = parts * tokens * shape.kv_heads * of_head * (chunks + 1) / 2
-    if is_sparse:
-        return by_keys
-    parts = 3 if run.run == "backward" else 2
-    return min(by_keys, parts * shape.tokens * shape.heads * of_head)
-
-
-def add_waiting(
-    seconds: StepSeconds, step: Step, sends: Sends, hardware: Hardware, rate: float
-) -> StepSeconds:
-    """Return the seconds of a step with those in which GPUs wait for other hosts, at `rate` bytes a
-    second of a host. An attention's keys are sent while it runs, weights during the whole step.
-    """
-    waiting = sum(
-        count * max(sends.keys[run] / rate - attention_seconds(run, hardware), 0.0)
-        for run, count in step.attention.items()
-    )
-    busy = seconds.total - seconds.parts["optimizer"]
-    waiting = step.micro_batches * waiting
-    waiting += max(step.micro_batches * sends.weights / rate - busy, 0.0)
-    if not waiting:
-        return seconds
-    return replace(seconds, parts={**seconds.parts, "waiting for other hosts": waiting})
+    by_queries = (3 if is_backward else 2) * shape.tokens * shape.heads * of_head
+    return by_keys if is_sparse else min(by_keys, by_queries)

@@ -16,7 +16,7 @@ from train.settings.config import TrainConfig, refuses_chunk
 from train.settings.kinds import ModelConfig, kind_of
 from train.settings.settings import DTYPES
 
-from .hosts import Sends, add_waiting, count_sends
+from .hosts import Sends, count_sends
 from .memory import Step, plan_step
 from .seconds import GIB, Hardware, StepSeconds, step_seconds, usable_bytes
 
@@ -99,7 +99,7 @@ class Planned:
 
     @property
     def sends(self) -> Sends:
-        """The sends between hosts."""
+        """The sends between hosts in a micro-batch."""
         hosts, sharing = self.cluster.hosts, -(-self.config.sp_size // self.cluster.of_host)
         itemsize, parameters = DTYPES[self.config.dtype].itemsize, self.model.num_parameters
         return count_sends(self.step, parameters, itemsize, self.engine, hosts, sharing)
@@ -142,9 +142,10 @@ def plan(
     planned = Planned(config, model, cluster, engine, step, seconds, keeps_weights)
     if cluster.network is None or cluster.hosts == 1:
         return planned
-    rate = cluster.network * 1e9
-    waiting = add_waiting(seconds, step, planned.sends, cluster.hardware, rate)
-    return dataclasses.replace(planned, seconds=waiting)
+    busy = (seconds.total - seconds.parts["optimizer"]) / step.micro_batches
+    waiting = planned.sends.waiting(cluster.network * 1e9, busy, cluster.hardware)
+    parts = {"waiting for other hosts": waiting * step.micro_batches} if waiting else {}
+    return dataclasses.replace(planned, seconds=StepSeconds({**seconds.parts, **parts}))
 
 
 def _in_hosts(config: TrainConfig, cluster: Cluster) -> TrainConfig:
