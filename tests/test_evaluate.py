@@ -271,6 +271,7 @@ def test_a_trained_model_finds_needles_and_an_untrained_one_does_not(folder, cap
     for more, message in (
         (("--samples", 9), r"expected --samples 8, as in --before .*/found, got 9: leave it out"),
         (("--output", folder / "found"), r"--output .*/found exists: give another one"),
+        (("--before", folder), r"--before .*: expected a folder of evaluate.py, got no results"),
     ):
         line = ("--init-from", folder / "trained", "--before", folder / "found", *more)
         assert re.search(message, refused(capsys, *line))

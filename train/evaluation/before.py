@@ -24,12 +24,11 @@ class Before:
 
     @staticmethod
     def read(folder: Path) -> Before:
-        values = read_json(folder / RESULTS)
+        file = folder / RESULTS
+        values = read_json(file) if file.is_file() else {}
         if not {"model", "grid", "options", "texts", "tasks"} <= values.keys():
-            raise ValueError(
-                f"--before {folder}: expected a folder of evaluate.py, got one without options and "
-                "texts, which older versions did not write"
-            )
+            got = "an older version's, without options and texts" if values else f"no {RESULTS}"
+            raise ValueError(f"--before {folder}: expected a folder of evaluate.py, got {got}")
         return Before(folder, values)
 
     def fill(self, given: dict[str, Any]) -> None:
