@@ -219,7 +219,9 @@ class Evaluation:
         self.grid = ranks.together(self._choose_grid)
         watchdog.alive("building the model")
         engine = make_engine(self.config, model, sp, device, trains=False)
-        self.text = read_text(Path(request.text)) if request.text else SENTENCES
+        self.text = ranks.together(
+            lambda: read_text(Path(request.text)) if request.text else SENTENCES
+        )
         self.subject: Subject = ranks.together(
             lambda: Subject(
                 engine,
@@ -304,12 +306,12 @@ class Evaluation:
 
     def _choose_output(self) -> Path:
         """Return --output, or a folder that does not exist."""
-        path = self.trained.path
         if self.request.output is not None:
             return self.request.output
-        source = Path(self.config.init_from or "").resolve()
-        named = path.resolve().with_name(f"evaluation_{path.name}") if path else None
-        named = named or Path("runs", f"evaluation_{source.stem}")
+        source = (self.trained.path or Path(self.config.init_from or "")).resolve()
+        named = source.with_name(f"evaluation_{source.name}")
+        if self.trained.path is None:
+            named = Path("runs", f"evaluation_{source.stem}")
         again = (named.with_name(f"{named.name}_{n}") for n in itertools.count(2))
         return next(x for x in itertools.chain([named], again) if not os.path.lexists(x))
 
