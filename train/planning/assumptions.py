@@ -68,9 +68,8 @@ def _describe_sends(planned: Planned) -> str:
     rate = planned.cluster.network
     if rate is None:
         return "what they send to each other counts as free; --network of plan.py counts it"
-    nbytes = planned.sends.total * planned.step.micro_batches
-    seconds = nbytes / rate / 1e9
-    return f"each receives {nbytes / 1e9:,.1f} GB a step: {seconds:.2f} s at {rate:g} GB/s"
+    received = planned.received / 1e9
+    return f"each receives {received:,.1f} GB a step: {received / rate:.2f} s at {rate:g} GB/s"
 
 
 def _compare_within_hosts(planned: Planned, tokens: float | None) -> Iterator[str]:

@@ -67,7 +67,7 @@ def _report(config: TrainConfig) -> str:
 
 
 def advise(config: TrainConfig) -> str:
-    """Return the largest part of the memory of a run, and the option that helps most."""
+    """Return the largest part of the memory of a run, and the options of a smaller plan."""
     try:
         return explain_shortage(_plan(config))
     except (ValueError, OSError, CheckpointError) as error:

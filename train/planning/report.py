@@ -18,7 +18,7 @@ from .assumptions import days, describe_assumptions
 from .search import (
     Planned,
     find_longest,
-    helping_options,
+    find_smaller,
     possible_chunks,
     savings,
     with_options,
@@ -230,17 +230,17 @@ def _join(options: Iterable[tuple[str, ...]]) -> list[str]:
 
 
 def explain_shortage(planned: Planned) -> str:
-    """Return the largest part of a plan that does not fit, and the option that helps most."""
+    """Return the largest part of a plan that does not fit, and the options of a smaller one."""
     memory = planned.step.memory
     largest = memory.largest
     sentence = (
         f"the plan is {memory.total / GIB:.1f} GiB of {planned.cluster.gib:.1f}; "
         f"{largest} are {memory.parts[largest] / GIB:.1f} of it"
     )
-    for other in helping_options(planned):
-        before = _given_options(planned.config)
-        changed = _join(option for option in _given_options(other.config) if option not in before)
-        return (
-            f"{sentence}; {' '.join(changed)} helps most: {other.step.memory.total / GIB:.1f} GiB"
-        )
-    return f"{sentence}; give a shorter --seq-len or more GPUs to share it: --sp-size"
+    other = find_smaller(planned)
+    if other is None:
+        return f"{sentence}; give a shorter --seq-len or more GPUs to share it: --sp-size"
+    options = dict(next(savings()), micro_batch_size=1, offload_optimizer=False)
+    words = _join(x for x in _given_options(other.config) if x[0] in map(flag, options))
+    gib = other.step.memory.total / GIB
+    return f"{sentence}; with {' '.join(words)} it is {gib:.1f} GiB"

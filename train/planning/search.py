@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,7 @@ from train.settings.config import TrainConfig, refuses_chunk
 from train.settings.kinds import ModelConfig, kind_of
 from train.settings.settings import DTYPES
 
-from .hosts import Sends, count_sends
+from .hosts import received_bytes
 from .memory import Step, plan_step
 from .seconds import GIB, Hardware, StepSeconds, step_seconds, usable_bytes
 
@@ -27,6 +27,7 @@ _MOST_CHUNKS = 1 << 13  # of a sequence, since the time for a plan grows with th
 _GRAIN = 1024  # tokens of a rank: the longest sequence is a multiple of these
 _TRIES = 24
 _TRUSTED = 0.92  # of the memory, since measured runs took up to 7 % more than planned
+_LEAST_GIB = 3.0  # of a GPU, for a plan with less memory
 _GPUS_OF_HOST = 8  # at most
 _GROUPS = (2, 4, 8)  # of --checkpointing-every
 CHUNKS = (8192, 16384, 32768, 65536)  # a rank's tokens in the chunks that plans recommend
@@ -98,11 +99,11 @@ class Planned:
     keeps_weights: bool = False
 
     @property
-    def sends(self) -> Sends:
-        """The sends between hosts in a micro-batch."""
+    def received(self) -> float:
+        """The bytes that a host receives from others in a step."""
         hosts, sharing = self.cluster.hosts, -(-self.config.sp_size // self.cluster.of_host)
         itemsize, parameters = DTYPES[self.config.dtype].itemsize, self.model.num_parameters
-        return count_sends(self.step, parameters, itemsize, self.engine, hosts, sharing)
+        return received_bytes(self.step, parameters, itemsize, self.engine, hosts, sharing)
 
     @property
     def fits(self) -> bool:
@@ -142,9 +143,8 @@ def plan(
     planned = Planned(config, model, cluster, engine, step, seconds, keeps_weights)
     if cluster.network is None or cluster.hosts == 1:
         return planned
-    busy = (seconds.total - seconds.parts["optimizer"]) / step.micro_batches
-    waiting = planned.sends.waiting(cluster.network * 1e9, busy, cluster.hardware)
-    parts = {"waiting for other hosts": waiting * step.micro_batches} if waiting else {}
+    waiting = planned.received / cluster.network / 1e9 - seconds.total
+    parts = {"waiting for other hosts": waiting} if waiting > 0 else {}
     return dataclasses.replace(planned, seconds=StepSeconds({**seconds.parts, **parts}))
 
 
@@ -358,32 +358,11 @@ def _save_more(planned: Planned) -> Planned:
     return best
 
 
-def helping_options(planned: Planned) -> Sequence[Planned]:
-    """Return plans with one more option: the fastest that fit first, then the smallest."""
-    config, tile = planned.config, planned.config.mlp_tile
-    changes: list[dict[str, object]] = []
-    if config.checkpointing == "none":
-        changes += [{"checkpointing": "selective"}, {"checkpointing": "full"}]
-    elif config.checkpointing_blocks is not None:
-        changes += [{"checkpointing_blocks": planned.model.num_layers}]
-    if config.checkpointing == "selective":
-        changes += [{"checkpointing": "full"}]
-    if tile is None or tile > TILE:
-        changes += [{"mlp_tile": TILE}]
-    if config.checkpointing != "none" and not config.offload and config.chunk is None:
-        changes += [{"offload": True}]
-    half = (config.tokens_of_chunk or 0) // 2
-    if half and not _refuses_chunk(config, half):
-        changes += [{"chunk": half}]
-    if planned.engine == "bmtrain" and not config.offload_optimizer:
-        changes += [{"offload_optimizer": True}]
-    if planned.step.micro_batches * planned.cluster.gpus // config.sp_size < config.batch_size:
-        changes += [{"micro_batch_size": 1}]
-    plans = [with_options(planned, **change) for change in changes]
-    total = planned.step.memory.total
-    smaller = [other for other in plans if other.step.memory.total < total]
-    fit = sorted((x for x in smaller if x.fits), key=lambda x: x.seconds.total)
-    if not fit and config.chunk is None and not config.offload:
-        in_chunks = [with_options(planned, chunk=n) for n in possible_chunks(planned)]
-        fit = sorted((x for x in in_chunks if x.fits), key=lambda x: x.seconds.total)
-    return fit + sorted((x for x in smaller if not x.fits), key=lambda x: x.step.memory.total)
+def find_smaller(planned: Planned) -> Planned | None:
+    """Return the fastest plan for a run that was out of memory, or None. It has less memory than
+    `planned`, also if that should have fitted, and micro-batches of one sequence.
+    """
+    cluster = planned.cluster
+    share = min(planned.step.memory.total / cluster.usable, 1.0)
+    less = dataclasses.replace(cluster, gib=max(cluster.gib * share, _LEAST_GIB))
+    return recommend(with_options(dataclasses.replace(planned, cluster=less), micro_batch_size=1))
