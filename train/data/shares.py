@@ -45,6 +45,11 @@ def parse_shares(data: Named) -> dict[str, tuple[str, Fraction]]:
     return shares
 
 
+def first_folder(data: str | Named) -> str:
+    """Return the folder of the first source of --data, whose tokenizer all have."""
+    return data if isinstance(data, str) else next(iter(parse_shares(data).values()))[0]
+
+
 def validation_folders(val_data: str | Named | None) -> dict[str, str]:
     """Return the folders of --val-data by name, "" for a path. Raises ValueError for wrong ones."""
     if val_data is None or isinstance(val_data, str):

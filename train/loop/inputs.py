@@ -16,7 +16,7 @@ from models.mixers import find_lightning_flash
 from train.base import ranks
 from train.data.mixture import Mixture, parts
 from train.data.same_tokenizer import check_folder
-from train.data.shares import parse_shares, validation_folders
+from train.data.shares import first_folder, parse_shares, validation_folders
 from train.data.source import Source, Stored
 from train.data.stream import Stream
 from train.data.stream_files import StreamFiles, is_stream
@@ -50,9 +50,8 @@ def open_inputs(config: TrainConfig, device: torch.device) -> Inputs:
     resume.check_output(config)
     model = config.model_config()
     if config.grow_vocabulary:
-        data = config.data
-        first = data if isinstance(data, str) else next(iter(parse_shares(data).values()))[0]
-        size = max(model.vocab_size, load_tokenizer(Path(first)).vocab_size)
+        size = load_tokenizer(Path(first_folder(config.data))).vocab_size
+        size = max(model.vocab_size, size)
         model = dataclasses.replace(model, vocab_size=size)
     if resumed := config.resumed():
         new_stage = resume.begins_stage(config)

@@ -24,6 +24,7 @@ from train.base.wording import counted, flag
 from train.checkpoints import checkpoint
 from train.data.batches import choose_micro_batch_size
 from train.data.same_tokenizer import check_folder
+from train.data.shares import first_folder
 from train.loop.building import check_world
 from train.loop.inputs import Inputs, check_same_data, keep_documents_apart, open_inputs
 from train.loop.resume import changed_settings
@@ -127,8 +128,8 @@ class Stages:
         return {**agree_on_store(), STAGE: str(self.later[0].number)}
 
     def check(self, device: torch.device) -> None:
-        """Print which stage begins. Check the data and sizes of it and of all that follow. Every
-        rank must call it. Raises RankError, which names the stage, on every rank.
+        """Print which stage begins. Check the data and sizes of all that follow. Every rank must
+        call it. Raises RankError, which names the stage, on every rank.
         """
         if len(set(ranks.gather(self.current.number))) > 1:
             raise ranks.RankError(
@@ -136,21 +137,26 @@ class Stages:
                 "expected one file system for all hosts"
             )
         ranks.say(self.describe())
-        for inputs in ranks.together(lambda: self._check_inputs(device)):
+        for inputs in ranks.together(lambda: [self._open(stage, device) for stage in self.later]):
             check_same_data(inputs)
 
-    def _check_inputs(self, device: torch.device) -> list[Inputs]:
-        """Return the inputs of this stage and of all that follow it."""
-        with redirect_stderr(io.StringIO()):  # the stage repeats its warnings
-            opened = [_check_stage(self.current.name, self.opening(self.current), device)]
-        for stage in self.later:
-            warnings = io.StringIO()
+    def _open(self, stage: Stage, device: torch.device) -> Inputs:
+        """Open the inputs of a later stage. Errors and warnings name it. Raises ValueError."""
+        config, warnings = self.opening(stage), io.StringIO()
+        first = Path(first_folder(self.current.config.data))
+        try:
             with redirect_stderr(warnings):
-                data = opened[0].training.folder
-                opened.append(_check_stage(stage.name, self.opening(stage), device, data))
-            for line in warnings.getvalue().splitlines():
-                print(f"stage {stage.name}: {line}", file=sys.stderr)
-        return opened
+                check_installed(config.wandb)
+                choose_engine(config, device)
+                check_world(config)
+                choose_micro_batch_size(config, ranks.world_size() // config.sp_size)
+                inputs = keep_documents_apart(open_inputs(config, device), config, None)
+                check_folder(first, inputs.training.folder, inputs.training.folder)
+        except (ValueError, OSError, checkpoint.CheckpointError) as error:
+            raise ValueError(f"stage {stage.name}: {error}") from error
+        for line in warnings.getvalue().splitlines():
+            print(f"stage {stage.name}: {line}", file=sys.stderr)
+        return inputs
 
 
 def parse_run(argv: Sequence[str] | None = None) -> tuple[TrainConfig, Stages | None]:
@@ -253,23 +259,6 @@ def _last_begun(stages: Sequence[Stage]) -> Stage:
 def _given_number() -> int | None:
     number = os.environ.get(STAGE)
     return None if number is None else int(number)
-
-
-def _check_stage(
-    name: str, config: TrainConfig, device: torch.device, data: Path | None = None
-) -> Inputs:
-    """Open the inputs of a stage, with the tokenizer of folder `data`. Raises ValueError."""
-    try:
-        check_installed(config.wandb)
-        choose_engine(config, device)
-        check_world(config)
-        choose_micro_batch_size(config, ranks.world_size() // config.sp_size)
-        inputs = keep_documents_apart(open_inputs(config, device), config, None)
-        if data is not None:
-            check_folder(data, inputs.training.folder, inputs.training.folder)
-    except (ValueError, OSError, checkpoint.CheckpointError) as error:
-        raise ValueError(f"stage {name}: {error}") from error
-    return inputs
 
 
 def _changes_since(stage: Stage) -> str:
