@@ -128,35 +128,25 @@ def open_data(
 def _check_vocabulary(
     config: TrainConfig, name: str | None, model: ModelConfig, folder: str, data: Source
 ) -> None:
-    if (found := data.vocab_size) <= model.vocab_size:
-        return
-    if name or config.given_model:
-        advice = (
-            "give data or a model with another vocabulary; pretrain.py --init-from with "
-            "--grow-vocabulary adds rows for new tokens"
+    if (found := data.vocab_size) > model.vocab_size:
+        raise ValueError(
+            f"{folder} has a vocabulary of {found} tokens, but {name or config.model_name} has "
+            f"only {model.vocab_size}: give data of its tokenizer, or another model by --model or "
+            "--init-from; --grow-vocabulary adds rows to starting weights"
         )
-    elif config.resumed():
-        advice = "give data of its tokenizer"
-    else:
-        advice = "give --model, or a folder as --init-from"
-    raise ValueError(
-        f"{folder} has a vocabulary of {found} tokens, but {name or config.model_name} has only "
-        f"{model.vocab_size}: {advice}"
-    )
 
 
 def _open_validation(
     config: TrainConfig, kind: Kind, model: ModelConfig, training: Source
 ) -> dict[str, Stored]:
     """Open --val-data. Raises ValueError if its tokenizer is not the training data's."""
-    opened, trained = {}, [part.folder for part in parts(training).values()]
+    opened = {}
     for name, folder in validation_folders(config.val_data).items():
         data = opened[name] = open_data(config, kind, model, folder)
-        for own in trained:
-            if data.folder.samefile(own):
-                same = f"--val-data and --data are the same folder, {own}"
-                ranks.warn(f"{same}: the validation loss will be measured on training text")
-        check_folder(trained[0], data.folder, data.folder)
+        if any(data.folder.samefile(part.folder) for part in parts(training).values()):
+            same = f"--val-data and --data are the same folder, {folder}"
+            ranks.warn(f"{same}: the validation loss will be measured on training text")
+        check_folder(training.folder, data.folder, data.folder)
     return opened
 
 
