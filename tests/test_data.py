@@ -11,6 +11,8 @@ from bmt_burst import IGNORE_INDEX
 from tests.launcher import ROOT
 from tests.preparing import EOS, documents, edit_index, jsonl, prepare, texts
 from train.data.folder import Sequences, TokenFile
+from train.loop.inputs import check_length
+from train.settings.config import TrainConfig
 
 
 def test_text_and_json_lines_become_documents(tmp_path):
@@ -144,10 +146,10 @@ def test_every_token_is_a_target_once_an_epoch(token_folder):
 
 
 def test_a_text_of_less_than_half_a_sequence_is_refused(token_folder):
-    file = TokenFile(token_folder)
-    assert len(Sequences(file, 202, 0).keep_documents_apart(True, None)) == 1
+    data = Sequences(TokenFile(token_folder), 202, 0)
+    check_length(TrainConfig(seq_len=202), data)
     with pytest.raises(ValueError, match="has 101 tokens, less than half of a sequence of 203"):
-        Sequences(file, 203, 0).keep_documents_apart(True, None)
+        check_length(TrainConfig(seq_len=203), data)
 
 
 def test_half_written_folders_and_those_that_name_files_elsewhere_are_refused(token_folder):

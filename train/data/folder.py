@@ -91,13 +91,7 @@ class Sequences(Stored):
         return cls(TokenFile(folder), seq_len, seed)
 
     def keep_documents_apart(self, apart: bool, bos: int | None) -> Self:
-        kept = type(self)(self.file, self.seq_len, self.seed, apart, bos)
-        if (tokens := len(kept._text)) < self.seq_len / 2:
-            raise ValueError(
-                f"{self.folder} has {tokens:,} tokens, less than half of a sequence of "
-                f"{self.seq_len:,}: give more text or shorter sequences"
-            )
-        return kept
+        return type(self)(self.file, self.seq_len, self.seed, apart, bos)
 
     def __len__(self) -> int:
         return -(-(len(self._text) - 1) // self.seq_len)

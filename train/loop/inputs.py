@@ -83,10 +83,22 @@ def keep_documents_apart(inputs: Inputs, config: TrainConfig, resumed: Path | No
     apart = resume.choose_documents(config, resumed)
     bos = resume.choose_begin_token(config, resumed, apart, inputs.training, inputs.tokenizer)
     training = inputs.training.keep_documents_apart(apart, bos)
+    for part in parts(training).values():
+        check_length(config, part)
     validation = {
         name: data.keep_documents_apart(apart, bos) for name, data in inputs.validation.items()
     }
     return dataclasses.replace(inputs, training=training, validation=validation)
+
+
+def check_length(config: TrainConfig, data: Source) -> None:
+    """Raise ValueError if most of a sequence would be padding. A stream has no number of tokens."""
+    tokens = data.identity.get("tokens", config.seq_len)
+    if tokens < config.seq_len / 2:
+        raise ValueError(
+            f"{data.folder} has {tokens:,} tokens, less than half of a sequence of "
+            f"{config.seq_len:,}: give more text or shorter sequences"
+        )
 
 
 def _open_training(config: TrainConfig, kind: Kind, model: ModelConfig) -> Source:

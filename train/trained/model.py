@@ -22,7 +22,7 @@ from train.data.same_tokenizer import check_folder, check_weights, find_tokenize
 from train.data.tokenizer import Tokenizer, load_tokenizer, open_tokenizer
 from train.engine import Engine
 from train.loop import resume
-from train.loop.inputs import check_kernel, open_data
+from train.loop.inputs import check_kernel, check_length, open_data
 from train.registry import load
 from train.settings.config import TrainConfig
 from train.settings.kinds import config_of, kind_of
@@ -85,6 +85,7 @@ class Trained:
         else:
             bos = resume.choose_begin_token(config, self.path, apart, data, self.tokenizer)
         opened: Sequences = data.keep_documents_apart(apart, bos)
+        check_length(config, opened)
         return opened
 
 
