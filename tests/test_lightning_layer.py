@@ -124,13 +124,16 @@ def test_documents_in_a_row_are_those_alone():
             assert (packed[:, start:stop] - alone).abs().max() <= EXACT * alone.abs().max()
 
 
-def test_states_stay_at_one_address_in_the_dtype_of_sums():
-    """A CUDA graph needs one address. Rows have states of their own."""
-    layer = randomized(LightningAttention(32, 4))
-    (x, cos, sin), cache, places = inputs(batch=3), Cache(None, 1, 50), set()
+@pytest.mark.parametrize("options", [{}, {"gate_logit_normalizer": 2.0}], ids=str)
+def test_states_continue_a_whole_forward(options):
+    """At one address, which a CUDA graph needs, and in the dtype of sums."""
+    layer = randomized(LightningAttention(32, 4, **options))
+    (x, cos, sin), cache, pieces, places = inputs(batch=3), Cache(None, 1, 50), [], set()
     for a, b in itertools.pairwise((0, 17, 18, 45, *range(46, 51))):
-        layer(x[:, a:b], cos[a:b], sin[a:b], cache)
+        pieces.append(layer(x[:, a:b], cos[a:b], sin[a:b], cache))
         places.add(cache._memories[0].states[-1].data_ptr())
+    whole = layer(x, cos, sin)
+    assert (torch.cat(pieces, 1) - whole).abs().max() <= EXACT * whole.abs().max()
     assert len(places) == 1
     state = cache._memories[0].states[-1]
     assert state.shape == (3, 4, 8, 8) and state.dtype == torch.float64
