@@ -110,13 +110,13 @@ CASES = [
     (NOPE, 3, [Mask.causal(240), DOCUMENTS], 80, "zigzag", "full"),
     (
         WINDOWED,
-        8,
+        4,
         [Mask.documents((0, 25, 50, 99)), Mask.documents((0, 30, 99))],
         25,
         "zigzag",
         "none",
     ),
-    (SPARSE, 3, [Mask.documents((0, 80, 240)), DOCUMENTS], 40, "striped", "full"),
+    (SPARSE, 3, [Mask.documents((0, 80, 240)), DOCUMENTS], 60, "striped", "full"),
 ]
 
 

@@ -419,9 +419,14 @@ def _short_areas(monkeypatch):
     monkeypatch.setattr(areas, "_LONG", 4)
 
 
+def quarter(case: Case) -> int:
+    """Return the tokens of a chunk."""
+    return -(-case.tokens // 4)
+
+
 def documents(case: Case, kind: str) -> Mask:
-    """Return a mask of one document, of odd ones, of ones at the borders of chunks of 16, of two
-    with padding, which is tokens of none or else documents, or of ones about as long as the edge.
+    """Return a mask of one document, of odd ones, of ones at the borders of chunks, of two with
+    padding, which is tokens of none or else documents, or of ones about as long as the edge.
     """
     tokens = case.tokens
     if kind == "padded" and case.is_softmax:
@@ -433,7 +438,7 @@ def documents(case: Case, kind: str) -> Mask:
     cuts = {
         "one": [],
         "odd": [5, 9, tokens // 2 + 3],
-        "borders": [16, 32],
+        "borders": [start for start, _ in Layout.chunks(tokens, 1, quarter(case)).spans[1:3]],
         "padded": [tokens - 20, tokens - 16, tokens - 3],
     }
     return Mask.documents((0, *cuts[kind], tokens))
@@ -586,7 +591,7 @@ def test_chunks(case, ranks):
     )
 
     def work(ring):
-        chunks, found = Chunks(masks, 16, 1, share(ring)), []
+        chunks, found = Chunks(masks, quarter(case), 1, share(ring)), []
         for chunk in chunks.forward():
             case.call_part(chunk, masks[0], cut(tensors, chunk))
         for chunk in chunks.backward():
@@ -622,7 +627,7 @@ def test_prompts_and_new_tokens(case, ranks, new):
     def work(ring):
         cache, found = Cache(share(ring), 1, case.tokens), []
         with torch.no_grad():
-            for chunk in cache.prefill(prompt, 16) if prompt else ():
+            for chunk in cache.prefill(prompt, quarter(case)) if prompt else ():
                 case.call_part(chunk, mask, cut(span_of(tensors, 0, prompt), chunk))
             for span in itertools.pairwise((prompt, prompt + 1, prompt + 13, case.tokens)):
                 own = span_of(tensors, *span)
