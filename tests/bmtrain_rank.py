@@ -45,7 +45,7 @@ SHAPES = {  # of the engines
     "untied": dataclasses.replace(SHAPE, tie_embeddings=False),
     "hybrid": HYBRID,
 }
-STEPS = 3
+STEPS = 2
 
 
 def curve(engine, sp, chunk: int | None = None) -> list[float]:

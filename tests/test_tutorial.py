@@ -21,12 +21,9 @@ def test_the_tutorial_shows_the_stages_of_its_file():
 
 @pytest.mark.slow
 def test_the_commands_of_the_tutorial_run_as_they_stand(tmp_path):
-    """In fewer steps, with fewer needles."""
-    (tmp_path / "stages.toml").write_text(
-        re.sub(r"(?m)^steps = .*", "steps = 2", STAGES.read_text()).replace(
-            '"data/', f'"{tmp_path}/data/'
-        )
-    )
+    """In fewer steps, of fewer sequences, with fewer needles."""
+    fewer = re.sub(r"(?m)^(steps|batch_size|eval_sequences) = .*", r"\1 = 2", STAGES.read_text())
+    (tmp_path / "stages.toml").write_text(fewer.replace('"data/', f'"{tmp_path}/data/'))
     printed = ""
     for line in commands(ROOT / "docs/tutorial.md", "# Tutorial: from text to a heat map"):
         there = line.replace("examples/stages.toml", f"{tmp_path}/stages.toml")
@@ -34,7 +31,7 @@ def test_the_commands_of_the_tutorial_run_as_they_stand(tmp_path):
         if "train/pretrain.py" in line:  # it has the number of processes in its file
             more, ranks = ("--output", f"{tmp_path}/runs/tutorial"), 2
         if "train/evaluate.py" in line:
-            more = "--samples", "2"
+            more = "--samples", "1", "--eval-sequences", "2"
         printed += run_command(there, tmp_path, *more, ranks=ranks)
     assert "2 data parallel x 1 sequence parallel rank;" in printed
     assert "1 data parallel x 2 sequence parallel ranks;" in printed
