@@ -33,7 +33,7 @@ SIZES = {
     "vocab_size": 64,
     "hidden_size": 32,
     "intermediate_size": 48,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "initializer_range": 0.2,
@@ -125,7 +125,7 @@ def arguments(folder: str, **changes: Any) -> dict[str, Any]:
         "output_dir": folder,
         "per_device_train_batch_size": 2,
         "per_device_eval_batch_size": 2,
-        "max_steps": 3,
+        "max_steps": 2,
         "logging_steps": 1,
         "learning_rate": 1e-2,
         # so that the rounding of tiny gradients does not move weights
@@ -591,7 +591,7 @@ def train_on_preferences(
     train, evaluated = map(datasets.Dataset.from_list, rows)
     reference = {"ref_model": None if adapter else model()} if name == "KTO" else {}
     with tempfile.TemporaryDirectory() as folder:
-        options = arguments(folder, max_length=64, **changes) | {"bf16": False, "max_steps": 2}
+        options = arguments(folder, max_length=64, **changes) | {"bf16": False}
         trainer = change(trainer_class)(
             model=model(),
             args=config(**options),
