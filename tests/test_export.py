@@ -451,7 +451,8 @@ def test_every_family_is_planned_trained_exported_and_sampled(family, tmp_path, 
         family,
         pytest.approx(config.residual_scale, rel=1e-12),
     )
-    plan_main(["--init-from", str(tmp_path / "hf"), "--gpus", "2", "--seq-len", "4096"])
+    sizes = ["--gpus", "2", "--gpu-memory", "2.5", "--seq-len", "4096"]  # few lengths to try
+    plan_main(["--init-from", str(tmp_path / "hf"), *sizes])
     assert "recommended" in capsys.readouterr().out
     settings = make_settings(tmp_path)
     del settings["model"]
