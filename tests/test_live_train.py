@@ -105,9 +105,9 @@ def whole(folder) -> dict[str, list[tuple]]:
 def test_losses_and_gradient_norms_do_not_depend_on_the_ranks(folder, whole, name, processes):
     """In fp32, with sums in other orders, whose rounding later steps carry on."""
     output = f"{name}-ranks"
-    train(folder, output, processes=processes, **options(folder, name, sp_size=2))
-    for mine, expected in zip(curve(folder, output, "loss", "grad_norm"), whole[name], strict=True):
-        assert mine == pytest.approx(expected, rel=1e-5)
+    train(folder, output, processes=processes, **options(folder, name, sp_size=2, stop_after=3))
+    expected = [pytest.approx(row, rel=1e-5) for row in whole[name][:3]]
+    assert curve(folder, output, "loss", "grad_norm") == expected
 
 
 @BOTH
@@ -143,11 +143,10 @@ def test_a_resumed_run_equals_one_that_was_not_stopped(folder, whole, name):
 )
 def test_bmtrain_gives_the_same(folder, whole, tmp_path):
     name = "bee"
-    printed = run_pretrain(
-        2, tmp_path, command(folder, f"{name}-bmtrain", sp_size=2, **options(folder, name))
-    )
+    more = options(folder, name, sp_size=2, stop_after=3)
+    printed = run_pretrain(2, tmp_path, command(folder, f"{name}-bmtrain", **more))
     assert "BMTrainEngine" in printed
-    expected = [pytest.approx(row, rel=1e-5) for row in whole[name]]
+    expected = [pytest.approx(row, rel=1e-5) for row in whole[name][:3]]
     assert curve(folder, f"{name}-bmtrain", "loss", "grad_norm") == expected
 
 

@@ -143,7 +143,7 @@ def test_packed_documents_have_the_loss_and_gradients_of_those_alone():
     assert_equal(packed, [*map(sum, zip(*alone, strict=True))], 1e-12)
 
 
-def train_steps(config, ranks, chunk, saving, steps=3):
+def train_steps(config, ranks, chunk, saving, steps=2):
     """Return the losses of steps on changing documents, each in chunks and over so many ranks."""
 
     def work(sp):
