@@ -39,7 +39,9 @@ from train.export import main
 from train.generate import generate
 from train.generate import main as generate_main
 from train.generation.decoding import TextRules
-from train.plan import main as plan_main
+from train.planning.search import Cluster, plan
+from train.planning.seconds import H200
+from train.settings.config import TrainConfig
 from train.trained.hf_tokenizer import save_for_transformers
 from train.trained.model import checkpoint_tokenizer, load_model
 
@@ -451,9 +453,8 @@ def test_every_family_is_planned_trained_exported_and_sampled(family, tmp_path, 
         family,
         pytest.approx(config.residual_scale, rel=1e-12),
     )
-    sizes = ["--gpus", "2", "--gpu-memory", "2.5", "--seq-len", "4096"]  # few lengths to try
-    plan_main(["--init-from", str(tmp_path / "hf"), *sizes])
-    assert "recommended" in capsys.readouterr().out
+    planned = TrainConfig(init_from=str(tmp_path / "hf"), seq_len=4096)
+    assert plan(planned, Cluster(1, H200.gib, H200), "torch").fits
     settings = make_settings(tmp_path)
     del settings["model"]
     options = {"init_from": str(tmp_path / "hf"), "allow_other_tokenizer": True, "steps": 2}
