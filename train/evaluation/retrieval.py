@@ -102,18 +102,18 @@ class Sample:
     answer: str
 
 
+@dataclass(frozen=True)
 class Needle:
-    """A needle at each of some depths between 0 and 1, among `count` needles."""
+    """A needle at each of some depths between 0 and 1, `levels`, among `count` needles."""
 
+    levels: tuple[float, ...]
+    count: int = 1
+    digits: int = 5
     name, level = "needle", "depth"
 
-    def __init__(self, depths: Sequence[float], count: int = 1, digits: int = 5):
-        self.levels: tuple[float, ...] = tuple(depths)
-        self._count, self._digits = count, digits
-
     def sample(self, level: float, rng: np.random.Generator) -> Sample:
-        asked, *others = (KEYS[i] for i in rng.choice(len(KEYS), self._count, replace=False))
-        answer, *values = _numbers(self._count, self._digits, rng)
+        asked, *others = (KEYS[i] for i in rng.choice(len(KEYS), self.count, replace=False))
+        answer, *values = _numbers(self.count, self.digits, rng)
         hidden = [(level, f"{_about(asked)} {answer}.")]
         hidden += [
             (float(rng.random()), f"{_about(key)} {value}.")
@@ -122,19 +122,19 @@ class Needle:
         return Sample("", sorted(hidden), _about(asked), f" {answer}")
 
 
+@dataclass(frozen=True)
 class Variables:
-    """A chain for each number of hops, among `count` chains."""
+    """A chain for each number of hops, `levels`, among `count` chains."""
 
+    levels: tuple[int, ...]
+    count: int = 1
+    digits: int = 5
     name, level = "variables", "hops"
-
-    def __init__(self, hops: Sequence[int], count: int = 1, digits: int = 5):
-        self.levels: tuple[float, ...] = tuple(hops)
-        self._count, self._digits = count, digits
 
     def sample(self, level: float, rng: np.random.Generator) -> Sample:
         length = int(level) + 1
-        names = _names((self._count + 1) * length, rng)
-        values = _numbers(self._count + 1, self._digits, rng)
+        names = _names((self.count + 1) * length, rng)
+        values = _numbers(self.count + 1, self.digits, rng)
         chains = [names[i : i + length] for i in range(0, len(names), length)]
         hidden = []
         for chain, value in zip(chains[1:], values[1:], strict=True):
@@ -179,6 +179,7 @@ def _ask(value: int) -> str:
     return f" The variables with the value {value} are:"
 
 
+@dataclass(frozen=True)
 class RetrievalRows:
     """Rows of `length` tokens, `samples` for each level of a task, for Batches.of_rows.
 
@@ -186,20 +187,16 @@ class RetrievalRows:
     in front of each text, unless it is None. Raises ValueError if the length is too short.
     """
 
+    task: Task
+    haystack: Haystack
+    length: int
+    samples: int
+    seed: int
+    bos: int | None = None
     documents = False
 
-    def __init__(
-        self,
-        task: Task,
-        haystack: Haystack,
-        length: int,
-        samples: int,
-        seed: int,
-        bos: int | None = None,
-    ):
-        self.task, self.length, self.samples = task, length, samples
-        self._haystack, self._seed, self._bos = haystack, seed, bos
-        for number in range(0, len(self), samples):  # so that an error is not raised later
+    def __post_init__(self) -> None:
+        for number in range(0, len(self), self.samples):  # so that an error is not raised later
             self.read(number)
 
     def __len__(self) -> int:
@@ -216,10 +213,10 @@ class RetrievalRows:
 
     def _write(self, index: int) -> tuple[torch.Tensor, int]:
         """Return the tokens of a row and the last one of its answer, and the answer's length."""
-        rng = np.random.default_rng((self._seed, self.length, index))
-        encode = self._haystack.encode
+        rng = np.random.default_rng((self.seed, self.length, index))
+        encode = self.haystack.encode
         sample = self.task.sample(self.task.levels[index // self.samples], rng)
-        begin = np.array([] if self._bos is None else [self._bos], dtype=np.int64)
+        begin = np.array([] if self.bos is None else [self.bos], dtype=np.int64)
         intro, hidden = encode(sample.intro), [encode(text) for _, text in sample.hidden]
         question, answer = self._ask(sample)
         parts = [begin, intro, *hidden, question, answer]
@@ -229,7 +226,7 @@ class RetrievalRows:
                 f"a text of {counted(self.length, 'token')} is too short for the task "
                 f"{self.task.name}, which needs {self.length - room}: give longer --lengths"
             )
-        text, starts = self._haystack.cut(room, rng)
+        text, starts = self.haystack.cut(room, rng)
         wanted = np.array([depth * room for depth, _ in sample.hidden])
         places = starts[np.abs(starts - wanted[:, None]).argmin(1)]
         cuts = np.split(text, places)
@@ -241,8 +238,8 @@ class RetrievalRows:
         """Return the tokens of the question and of the answer, tokenized together: the answer
         begins where they differ from the question alone. Raises ValueError if it has none.
         """
-        alone = self._haystack.encode(sample.question)
-        both = self._haystack.encode(sample.question + sample.answer)
+        alone = self.haystack.encode(sample.question)
+        both = self.haystack.encode(sample.question + sample.answer)
         least = min(len(alone), len(both))
         same = np.cumprod(alone[:least] == both[:least]).sum()
         if same == len(both):
