@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from bmt_burst.errors import RankFailed, RankGone
+from bmt_burst.errors import RankFailed, RankGone, RankLate
 from bmt_burst.ranks.agreement import gather_terms, read_terms, report_failure
 from bmt_burst.ranks.rings import Rings
 from bmt_burst.transport import ALONE, sockets, watch
@@ -77,6 +77,22 @@ def test_who_fails_after_another_rank_learns_why(monkeypatch):
     for messenger in (first, second):
         with pytest.raises(RuntimeError, match="no memory; its group is unusable"):
             messenger.gather(b"")
+
+
+def test_messages_that_no_buffer_takes_are_sent_while_others_are_received():
+    """Lines of double rings are packed, so they are longer than a line."""
+    ranks, long = connected(3), [bytes([rank]) * (1 << 20) for rank in range(3)]
+    for messenger in ranks:
+        for peer in messenger.peers.values():
+            peer.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 12)
+
+    def gather(messenger):
+        return messenger.gather(long[messenger.rank]) == long and messenger.gather(b"next")
+
+    assert run_threads(*(partial(gather, x) for x in ranks), seconds=60.0) == [[b"next"] * 3] * 3
+    ranks[0].timeout = 0.1
+    with pytest.raises(RankLate, match=r"ranks 1, 2 of the group did not make this call within"):
+        ranks[0].gather(long[0])  # nobody reads it
 
 
 def test_forks_hold_no_connection():

@@ -49,6 +49,7 @@ class SocketMessenger(Messenger):
         self.rank, self.size, self.store, self.timeout = rank, size, store, timeout
         self.peers: dict[int, _Peer] = {}  # in rank order, by the number of the socket's file
         self.arrivals = select.poll()
+        self.unsent = set[int]()  # peers to which the rest of a message is sent later
 
     def _gather(self, message: bytes) -> list[bytes]:
         if self.size == 1:
@@ -119,14 +120,15 @@ class SocketMessenger(Messenger):
             for peer in self.peers.values():
                 if peer.rank not in found and (received := peer.take(kind)) is not None:
                     found[peer.rank] = received
-            if len(found) == self.size:
+            if len(found) == self.size and not self.unsent:
                 break
             waited = time.monotonic() - began
             # Most messages come at nearly the same time. To wake up takes longer than to poll.
             if waited < _POLLING:
                 self._receive(0.0)
             elif not self._receive(max(seconds - waited, 0.0)):
-                late = [rank for rank in range(self.size) if rank not in found]
+                busy = {self.peers[number].rank for number in self.unsent}
+                late = [rank for rank in range(self.size) if rank not in found or rank in busy]
                 raise make_late_error(late, seconds)
         self._receive(0.0)
         for peer in self.peers.values():
@@ -134,27 +136,38 @@ class SocketMessenger(Messenger):
         return [found[rank] for rank in range(self.size)]
 
     def _send(self, kind: bytes, message: bytes) -> None:
+        """Send a message, as far as the system takes it at once. `_receive` sends the rest."""
         packed = _HEAD.pack(kind, len(message)) + message
-        for peer in self.peers.values():
-            # A peer that has ended, or closed, may have sent why: that is found when it is read.
-            with contextlib.suppress(OSError):
-                peer.connection.sendall(packed)
+        for number, peer in self.peers.items():
+            if not peer.send(packed):
+                self.unsent.add(number)
+                self.arrivals.modify(number, select.POLLIN | select.POLLOUT)
 
     def _receive(self, seconds: float) -> bool:
-        """Receive what arrives first, within `seconds`. Return whether anything did."""
-        arrived = self.arrivals.poll(1e3 * seconds)
-        for number, _ in arrived:
-            if not self.peers[number].receive():
+        """Receive what arrives first, within `seconds`, or send what is left. Return whether
+        anything was received or sent.
+        """
+        ready = self.arrivals.poll(1e3 * seconds)
+        for number, events in ready:
+            peer = self.peers[number]
+            if number in self.unsent and peer.send(b""):
+                self.unsent.remove(number)
+                self.arrivals.modify(number, select.POLLIN)
+            if events != select.POLLOUT and not peer.receive():
+                self.unsent.discard(number)
                 self.arrivals.unregister(number)
-        return bool(arrived)
+        return bool(ready)
 
 
 class _Peer:
-    """The connection to another rank, and what of its messages was received but not used yet."""
+    """The connection to another rank, what of its messages was received but not used yet, and what
+    of this rank's was not sent yet.
+    """
 
     def __init__(self, rank: int, connection: socket.socket):
         self.rank, self.connection = rank, connection
         self.unread = b""
+        self.unsent = b""
         self.taken = b""  # the kind of the last message that was taken
         self.has_ended = False
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -162,6 +175,20 @@ class _Peer:
 
     def __del__(self) -> None:
         self.connection.close()
+
+    def send(self, packed: bytes) -> bool:
+        """Send what is left and `packed`, as far as the system takes it at once. Return whether
+        nothing is left, or the rank receives no more.
+        """
+        waiting = self.unsent + packed
+        try:
+            sent = self.connection.send(waiting, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            sent = 0
+        except OSError:  # the rank has ended. It may have sent why, which is found when it is read
+            sent = len(waiting)
+        self.unsent = b"" if self.has_ended else waiting[sent:]
+        return not self.unsent
 
     def receive(self) -> bool:
         """Receive what has arrived. Return whether more can."""
