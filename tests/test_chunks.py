@@ -32,6 +32,7 @@ from models.blocks import Saving
 from models.config import CPMConfig
 from models.cpm import CPM
 from tests.cases import random_mask
+from tests.launcher import run_threads
 
 DENSE = CPMConfig(40, 32, 48, 3, 4, 2, 8, scale_emb=3.0, scale_depth=1.4)
 SPARSE = dataclasses.replace(
@@ -601,6 +602,19 @@ def test_a_step_after_a_failed_one_is_whole():
     step(Chunks(Mask.causal(60), 20, 3), fresh)
     for p, same in zip(model.parameters(), fresh.parameters(), strict=True):
         assert torch.equal(p.grad, same.grad)
+
+
+def test_a_loop_that_another_thread_collects_leaves_that_threads_grad_mode():
+    loops = [Chunks(Mask.causal(60), 20, 3).forward()]
+    with torch.enable_grad():
+        next(loops[0])
+
+    def collect() -> bool:
+        with torch.no_grad():
+            loops.clear()
+            return torch.is_grad_enabled()
+
+    assert run_threads(collect) == [False]
 
 
 def test_ranks_connect_in_the_first_chunk(monkeypatch):

@@ -23,8 +23,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -158,7 +160,7 @@ class Chunks:
                 self._backwards.clear()
                 self._needed.clear()
                 self._records = False
-                with torch.set_grad_enabled(phase == _BACKWARD):
+                with _grad_mode(phase == _BACKWARD):
                     yield chunk
                 self._end_chunk(chunk, run)
                 if phase == _FORWARD:
@@ -369,6 +371,20 @@ class Chunks:
             "length of Chunks": self._length,
             "last of forward()": self._evaluates,
         }
+
+
+@contextmanager
+def _grad_mode(records: bool) -> Iterator[None]:
+    """Return a context in which autograd records, or does not. A loop that was left may end in
+    another thread, which collects it: then the grad mode of that thread stays.
+    """
+    before, thread = torch.is_grad_enabled(), threading.get_ident()
+    torch.set_grad_enabled(records)
+    try:
+        yield
+    finally:
+        if threading.get_ident() == thread:
+            torch.set_grad_enabled(before)
 
 
 class Chunk(KeptPart):
