@@ -1,5 +1,6 @@
 """Ranks that fall out of step: every rank raises at once, and no result is silently wrong."""
 
+import functools
 import itertools
 import os
 import signal
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from bmt_burst import (
+    InfLLMV2,
     SequenceParallel,
     burst_attn_func,
     kernels,
@@ -26,10 +28,10 @@ from tests.cases import random_qkv
 from tests.launcher import run_in_turn
 
 
-def call(group, tokens: int = 6, backward: str = "auto"):
+def call(group, tokens: int = 6, **options):
     """The output of a call whose gradients are asked for, and its inputs."""
     inputs = [x.requires_grad_() for x in random_qkv(1, tokens, 2, 2, 8)[:3]]
-    return burst_attn_func(*inputs, causal=True, backward=backward, process_group=group), inputs
+    return burst_attn_func(*inputs, causal=True, process_group=group, **options), inputs
 
 
 def differentiate(out, inputs):
@@ -119,19 +121,27 @@ def unprepared(rank: int) -> None:
     """All ranks fail between an agreement and its computation, then one does. Nobody waits for
     it.
     """
-    for holder, method in ((Ring, "plan"), (RingPlan, "reserve")):
+    for holder, method, does, message, options in (
+        (Ring, "plan", fail, "MemoryError: no memory left", {}),
+        (RingPlan, "reserve", fail, "MemoryError: no memory left", {}),
+        (InfLLMV2, "plan", refuse, "ValueError: no blocks", {"sparse": InfLLMV2()}),
+    ):
         plain, group = getattr(holder, method), dist.new_group([0, 1])
         for who in ((0, 1), (1,)):
-            setattr(holder, method, fail if rank in who else plain)
+            setattr(holder, method, does if rank in who else plain)
             sockets._FAILING = patience(who)
-            error = error_of(lambda who=who, group=group: call(group, 8 + len(who)))
+            error = error_of(functools.partial(call, group, 8 + len(who), **options))
             told = "" if rank in who else "RankFailed: rank 1 of the group failed in call 2: "
-            assert error.startswith(f"{told}MemoryError: no memory left")
+            assert error.startswith(f"{told}{message}")
         setattr(holder, method, plain)
 
 
 def fail(*_, **__) -> None:
     raise MemoryError("no memory left")
+
+
+def refuse(*_, **__) -> None:
+    raise ValueError("no blocks")
 
 
 def interrupted(rank: int) -> None:

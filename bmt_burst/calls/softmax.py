@@ -151,31 +151,33 @@ class Request:
     def make_plan(self, rings: Rings, tokens: list[int], keys: list[int]) -> Plan:
         """Return this rank's plan, if rank r holds tokens[r] queries and keys[r] keys.
 
-        Raises ValueError if they do not fit the mask and the layout, or the strategy refuses.
+        Raises ValueError on all ranks if they do not fit the mask and the layout, or the strategy
+        refuses. The plan of an extension may fail on this rank alone.
         """
-        mask, layout, kv_layout = self.rows.place(tokens, keys)
-        side = rings.inner.side
-        problem = Problem(
-            mask=mask,
-            layout=layout,
-            kv_layout=kv_layout,
-            spec=self.spec,
-            kernel=self.kernel,
-            sizes=self.sizes,
-            inner=rings.inner.size,
-            outer=rings.outer.size,
-            forward=side or "auto",
-            backward=side or self.kind.backward,
-            group_bytes=self.kind.group_bytes,
-        )
-        strategy = _find_strategy(self.kind.strategy, self.device.type)
-        if self.extension is None:
-            return choose(strategy, problem).plan(problem, rings.rank)
-        if kv_layout is not None and not self.extension.takes_two_lengths:
-            got = f"{layout!r} and a kv_layout, {kv_layout!r}: omit kv_layout"
-            raise ValueError(
-                f"{self.extension.name} takes queries and keys of one layout, got {got}"
+        with known_to_all():
+            mask, layout, kv_layout = self.rows.place(tokens, keys)
+            side = rings.inner.side
+            problem = Problem(
+                mask=mask,
+                layout=layout,
+                kv_layout=kv_layout,
+                spec=self.spec,
+                kernel=self.kernel,
+                sizes=self.sizes,
+                inner=rings.inner.size,
+                outer=rings.outer.size,
+                forward=side or "auto",
+                backward=side or self.kind.backward,
+                group_bytes=self.kind.group_bytes,
             )
+            strategy = _find_strategy(self.kind.strategy, self.device.type)
+            if self.extension is None:
+                return choose(strategy, problem).plan(problem, rings.rank)
+            if kv_layout is not None and not self.extension.takes_two_lengths:
+                got = f"{layout!r} and a kv_layout, {kv_layout!r}: omit kv_layout"
+                raise ValueError(
+                    f"{self.extension.name} takes queries and keys of one layout, got {got}"
+                )
         return self.extension.plan(problem, rings.rank, strategy)
 
     def plan(self, rings: Rings, everyone: Sequence[Mapping[str, Any]]) -> Plan:
@@ -183,8 +185,7 @@ class Request:
         tokens, keys = ([own[name] for own in everyone] for name in _OWN)
         if rings.inner.is_imagined and isinstance(self.rows.layout, Layout):
             tokens, keys = _count_tokens(self.rows)
-        with known_to_all():
-            plan = self.make_plan(rings, tokens, keys)
+        plan = self.make_plan(rings, tokens, keys)
         plan.reserve(rings, self.device, with_backward=self.needs_gradient)
         return plan
 
@@ -287,10 +288,10 @@ def reserve_ahead(
     def make() -> bool:
         with known_to_all():
             sequences = [*dict.fromkeys(find_sequences())]
-            history.most = max(history.most, _KINDS * 4 * len(sequences))
-            requests = [find(sequence) for sequence in sequences]
-            tokens = [_count_tokens(request.rows) for request in requests]
-            plans = [r.make_plan(rings, *each) for r, each in zip(requests, tokens, strict=True)]
+        history.most = max(history.most, _KINDS * 4 * len(sequences))
+        requests = [find(sequence) for sequence in sequences]
+        tokens = [_count_tokens(request.rows) for request in requests]
+        plans = [r.make_plan(rings, *each) for r, each in zip(requests, tokens, strict=True)]
         # at once, since all ranks stop whenever this memory grows
         found = [plan.lane_bytes(with_backward) for plan in plans]
         rings.reserve({lane: max(x[lane] for x in found) for lane in LANES}, given[0].device)
