@@ -219,6 +219,21 @@ def test_wrong_calls_are_refused_on_all_ranks():
             layer(x, cos, sin, Cache(None, 1, 6), **named)
 
 
+@pytest.mark.parametrize("part", ["whole", "chunk", "cache"])
+def test_what_ranks_divide_the_logits_of_decays_by_is_compared(part):
+    def work(ring):
+        sp = SequenceParallel(ring.rank, 2, process_group=ring)
+        layer = LightningAttention(
+            16, 2, sp=sp, rotary=False, gate_logit_normalizer=8.0 if ring.rank else 16.0
+        )
+        loop = Chunks(Mask.causal(8), 8, 1, sp).forward(last=True)
+        cache = {"whole": None, "chunk": next(loop), "cache": Cache(sp, 1, 8)}[part]
+        with pytest.raises(RanksDisagree, match=r"rank 0 has .*16\.0.*, rank 1 has .*8\.0"):
+            layer(torch.zeros(1, 4, 16), cache=cache)
+
+    simulate(2, work)
+
+
 def test_states_of_other_rows_are_refused():
     layer, cache, (x, *tables) = LightningAttention(32, 4).double(), Cache(None, 1, 99), inputs()
     layer(x, *tables, cache)

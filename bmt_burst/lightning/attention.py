@@ -139,7 +139,9 @@ def lightning_attn_func(
         sequence, rings = find_sequence(rings, groups, mask, layout, causal=mask is None)
     except (TypeError, ValueError) as error:
         refuse_call(error, process_group, double_group, CALL, mask)
-    return attend_lightning(rings, sequence, q, k, v, slopes, scale, flash, None, log_decay)
+    return attend_lightning(
+        rings, sequence, q, k, v, None, log_decay, slopes=slopes, scale=scale, flash=flash
+    )
 
 
 def attend_lightning(
@@ -148,15 +150,18 @@ def attend_lightning(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    past: PastStates | None = None,
+    log_decay: Tensor | None = None,
+    *,
     slopes: Tensor | Slopes,
     scale: float | None = None,
     flash: str = "auto",
-    past: PastStates | None = None,
-    log_decay: Tensor | None = None,
+    gate_logit_normalizer: float | None = None,
 ) -> Tensor:
     """Return out (B, S, H, D) of a call that all ranks of `rings` make.
 
     past  the states of the edges of a chunk, if `sequence` is one
+    gate_logit_normalizer  the one by which a layer made log_decay. Ranks compare it
 
     Raises on every rank if arguments are wrong on any rank.
     """
@@ -164,7 +169,7 @@ def attend_lightning(
     past = past or PastStates()
 
     def check() -> tuple[Terms, _Call]:
-        given, options = [q, k, v], (scale, flash, past.edges)
+        given, options = [q, k, v], (scale, flash, gate_logit_normalizer, past.edges)
         check_once = functools.partial(_check_call, rings, sequence, given, *options)
         if not all(isinstance(x, Tensor) for x in given) or q.dim() != 4:
             check_once(())  # raises
@@ -208,6 +213,7 @@ def _check_call(
     given: Sequence[Tensor],
     scale: float | None,
     flash: str,
+    gate_logit_normalizer: float | None,
     edges: Edges | None,
     slopes: Slopes,
 ) -> _Call:
@@ -233,6 +239,7 @@ def _check_call(
     terms = {
         **describe_inputs(form, q, k, None),
         "slopes": slopes or "none, as each token has a log_decay",
+        "gate_logit_normalizer": gate_logit_normalizer,
         "scale": scale,
         **rows.terms,
         "documents of other chunks": edges and str(edges),

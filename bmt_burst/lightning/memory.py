@@ -35,17 +35,17 @@ from .segments import Segments, cut_documents
 @dataclass(frozen=True)
 class Lightning:
     """Lightning attention of heads with these slopes, see lightning_attn_func. None: layers pass
-    log_decay besides q, k and v.
+    log_decay besides q, k and v. Ranks compare by what they divided its logits.
     """
 
     slopes: Slopes
     scale: float | None = None
     flash: str = "auto"
+    gate_logit_normalizer: float | None = None
     name: ClassVar[str] = "lightning attention"
 
     def attend(self, part: Any, q: Tensor, k: Tensor, v: Tensor, *tensors: Any) -> Tensor:
-        constants = self.slopes, self.scale, self.flash
-        return attend_lightning(part.sp.rings, part, q, k, v, *constants, None, *tensors)
+        return attend_lightning(part.sp.rings, part, q, k, v, None, *tensors, **vars(self))
 
     def check_tensors(self, tensors: Sequence[Any]) -> None:
         if len(tensors) != (self.slopes is None):
@@ -109,9 +109,8 @@ class StateMemory(Memory):
             self.past = PastStates(edges, before, turn.begin, dfinal=self.gradient)
         mask = masks if len(masks) > 1 else masks[0]
         sequence = WholeSequence.local(mask, chunks.layouts[turn.number])
-        constants = self.kind.slopes, self.kind.scale, self.kind.flash
-        given = self.room.sp.rings, sequence, q, k, v, *constants, self.past, *tensors
-        return functools.partial(attend_lightning, *given)
+        given = self.room.sp.rings, sequence, q, k, v, self.past, *tensors
+        return functools.partial(attend_lightning, *given, **vars(self.kind))
 
     @torch.no_grad()
     def close(self, number: int) -> None:

@@ -14,7 +14,7 @@ from torch.nn import functional
 from ..base.arguments import as_positive, check_tensor
 from ..base.dtypes import accumulator_dtype
 from ..lightning.memory import Lightning
-from ..lightning.rates import Slopes, alibi_slopes, check_rates
+from ..lightning.rates import alibi_slopes, check_rates
 from ..ranks.sequence_parallel import SequenceParallel
 from .heads import Heads, SelfAttention
 
@@ -82,8 +82,8 @@ class LightningAttention(SelfAttention):
             output_gate=output_gate,
             rotary=rotary,
         )
-        values: Slopes = None
-        if gate_logit_normalizer is None:
+        values, normalizer = None, gate_logit_normalizer
+        if normalizer is None:
             slopes = alibi_slopes(num_heads) if slopes is None else slopes
             check_tensor("slopes", slopes)
             # numbers, as a buffer would take the dtype of the weights
@@ -92,18 +92,18 @@ class LightningAttention(SelfAttention):
         elif slopes is not None:
             raise ValueError("expected slopes or gate_logit_normalizer, got both")
         else:
-            self.normalizer = as_positive("gate_logit_normalizer", gate_logit_normalizer)
+            normalizer = as_positive("gate_logit_normalizer", normalizer)
             self.gk_proj = nn.Linear(hidden_size, num_heads)
-        self.kind = Lightning(values, self.head_dim**-0.5, flash)
+        self.kind = Lightning(values, self.head_dim**-0.5, flash, normalizer)
 
     def project_all(self, x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Heads:
         """Return what the base does. Its last entry has log_decay if each token chooses it."""
         q, k, v, _ = super().project_all(x, cos, sin)
-        if self.kind.slopes is not None:
+        if (normalizer := self.kind.gate_logit_normalizer) is None:
             return q, k, v, ()
         logits = self.gk_proj(x)
         wide = logits.to(accumulator_dtype(logits.dtype))
-        return q, k, v, (functional.logsigmoid(wide) / self.normalizer,)
+        return q, k, v, (functional.logsigmoid(wide) / normalizer,)
 
     def _find_tensors(self, choose_by: Sequence[Tensor] | None) -> tuple[Tensor, ...]:
         return tuple(choose_by or ())
