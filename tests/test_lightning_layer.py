@@ -234,6 +234,23 @@ def test_what_ranks_divide_the_logits_of_decays_by_is_compared(part):
     simulate(2, work)
 
 
+def test_wrong_calls_in_a_chunk_are_named_as_attention_of_a_layer():
+    def work(ring):
+        sp = SequenceParallel(ring.rank, 2, process_group=ring)
+        layer = LightningAttention(16, 2, sp=sp, rotary=False, layer=ring.rank)
+        loop = Chunks(Mask.causal(8), 8, 1, sp).forward(last=True)
+        with pytest.raises(ValueError) as caught:
+            layer(torch.zeros(1, 4, 16), cache=next(loop))
+        return str(caught.value)
+
+    reason = "expected a layer below 1 in these Chunks, got 1"
+    first, second = simulate(2, work)
+    assert second == reason
+    assert first.endswith(
+        f"rank 1 of the group failed before the attention of a layer: ValueError: {reason}"
+    )
+
+
 def test_states_of_other_rows_are_refused():
     layer, cache, (x, *tables) = LightningAttention(32, 4).double(), Cache(None, 1, 99), inputs()
     layer(x, *tables, cache)

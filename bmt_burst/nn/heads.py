@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from ..base.arguments import as_bool, as_int, as_positive
 from ..base.compiled import not_compiled
-from ..calls.refusal import CALL, refuse_wrong_arguments
+from ..calls.refusal import refuse_wrong_arguments
 from ..fused.functions import RMSNorm, apply_gate, apply_rope
 from ..memories.protocol import Kind, Part
 from ..ranks.agreement import refuse
-from ..ranks.sequence_parallel import SequenceParallel, WholeSequence, check_sp
+from ..ranks.sequence_parallel import OF_LAYER, SequenceParallel, WholeSequence, check_sp
 from ..sequence.rows import Layouts, Masks
 
 # Errors of wrong inputs. Not Exception: checkpointing stops a recomputation with one.
@@ -241,7 +241,7 @@ def find_part(
             )
         return part
     except (TypeError, ValueError) as error:
-        _refuse_call(error, sp, (cache, mask), CALL)
+        _refuse_call(error, sp, (cache, mask), OF_LAYER)
 
 
 def _refuse_call(

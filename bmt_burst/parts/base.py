@@ -13,11 +13,10 @@ from torch import Tensor
 
 from ..base.autocast import autocast_inputs
 from ..base.compiled import not_compiled
-from ..calls.refusal import CALL
 from ..extensions import find_kind
 from ..memories.protocol import Kind
 from ..ranks.agreement import refuse
-from ..ranks.sequence_parallel import SequenceParallel, check_kind
+from ..ranks.sequence_parallel import OF_LAYER, SequenceParallel, check_kind
 
 
 class KeptPart(ABC):
@@ -67,6 +66,6 @@ class KeptPart(ABC):
         ValueError or TypeError for wrong inputs, on this rank only.
         """
 
-    def refuse(self, error: Exception, doing: str = CALL) -> NoReturn:
+    def refuse(self, error: Exception, doing: str = OF_LAYER) -> NoReturn:
         """Raise `error` instead of the call `doing`. The other ranks raise RanksDisagree."""
         refuse(self.sp.rings, doing, error)

@@ -35,6 +35,7 @@ from .rings import Group, Rings, make_rings
 Item = TypeVar("Item")
 Placed = tuple[str | Layout, ...]  # by row
 
+OF_LAYER = "the attention of a layer"  # in the ranks' messages
 _MOST_LOCAL = 64  # sequences of single calls that are kept
 
 
@@ -308,7 +309,7 @@ class WholeSequence:
         out: Tensor = kind.attend(self, q, k, v, *tensors)
         return out
 
-    def refuse(self, error: Exception, doing: str = "the attention of a layer") -> NoReturn:
+    def refuse(self, error: Exception, doing: str = OF_LAYER) -> NoReturn:
         """Raise `error` instead of the call `doing`. The other ranks raise RanksDisagree."""
         refuse(self.sp.rings, doing, error)
 
