@@ -195,6 +195,9 @@ def fold_on(rank: int) -> None:
             results = out.log_probs, out.entropy, out.label_mask, out.loss, grad
             found.append([each.detach() for each in results])
         compare(found[1], found[0])
+        padding = torch.zeros_like(ids)
+        out = enabled(**given | {"attention_mask": padding, "labels": padding + IGNORE_INDEX})
+        assert not out.log_probs.any() and not out.label_mask.any()
         folded = fold_prefixes(rows)
         by_hand = enabled(
             folded.tokens, mask=folded.mask, shift_labels=folded.targets, fused_lm_head=True

@@ -169,8 +169,8 @@ class ForwardInputs:
         return F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
 
     def _fold(self, masks: tuple[Mask, ...]) -> FoldedRows | None:
-        """Return the rows as one sequence, unless the caller has folded them."""
-        if "mask" in self.arguments:
+        """Return the rows as one sequence, unless the caller has folded them, or all is padding."""
+        if "mask" in self.arguments or not any(mask.slices for mask in masks):
             return None
         if "input_ids" not in self.arguments:
             raise ValueError("fold compares the tokens of rows: expected input_ids, got none")
