@@ -19,6 +19,7 @@ from .fields import check_fields, check_names, check_size
 from .rope import Llama3, LongRope, RopeScaling
 
 ATTENTION, LIGHTNING = "attention", "lightning"
+_KIND = "cpm"  # the model_type of configurations
 
 
 @dataclass(frozen=True)
@@ -275,7 +276,9 @@ class CPMConfig:
         """Make a configuration from the arguments of CPMConfig, with or without their `model_type`.
         Raises ValueError for others.
         """
-        values = {name: value for name, value in values.items() if name != "model_type"}
+        values = dict(values)
+        if (found := values.pop("model_type", _KIND)) != _KIND:
+            raise ValueError(f"expected a configuration of {_KIND!r}, got one of {found!r}")
         check_names(cls, values, "expected the fields of CPMConfig")
         return cls(**values)
 
@@ -283,7 +286,7 @@ class CPMConfig:
         """Return the arguments of CPMConfig and the kind of model, in JSON's types."""
         scaling = self.rope_scaling
         return dataclasses.asdict(self) | {
-            "model_type": "cpm",
+            "model_type": _KIND,
             "rope_scaling": None if scaling is None else scaling.to_dict(),
             "sparse": None if self.sparse is None else write_extension(self.sparse),
             "mixers": None if self.mixers is None else list(self.mixers),

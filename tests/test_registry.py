@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from models.config import CPMConfig
 from tests.launcher import ROOT
 from train.registry import KINDS, Kind, kind_of_data, load
 from train.settings.kinds import PRESETS, config_of, kind_of
@@ -28,9 +29,12 @@ def test_a_configuration_of_no_kind_is_refused():
     for values, message in (
         ({"dim_model": 64}, "the kind of this model is ambiguous: add model_type, one of cpm-bee"),
         ([], "expected names and values, got list"),
+        ({"model_type": "gpt2", "n_embd": 64}, "expected one of llama, .*'model_type': 'gpt2'"),
     ):
         with pytest.raises(ValueError, match=message):
             config_of(values)
+    with pytest.raises(ValueError, match="expected a configuration of 'cpm', got one of 'gpt2'"):
+        CPMConfig.from_dict(PRESETS["cpm-tiny"].to_dict() | {"model_type": "gpt2"})
 
 
 def _modules_after(statement: str) -> set[str]:

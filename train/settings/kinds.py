@@ -47,7 +47,8 @@ def config_of(values: Any, accept: Collection[str] = ()) -> ModelConfig:
             f"the kind of this model is ambiguous: add model_type, one of {names}, or "
             "the pos_bias_type of ModelCenter's Llama"
         )
-    if "num_hidden_layers" in values or "architectures" in values:
+    is_other = values.get("model_type", KINDS[0].name) != KINDS[0].name
+    if is_other or "num_hidden_layers" in values or "architectures" in values:
         return config_from_hf(values, accept)
     return CPMConfig.from_dict(values)
 
