@@ -64,8 +64,8 @@ def whole_table(rows: list[Row]) -> str:
     """Format the fastest run of each whole model and length of a sequence."""
     fastest: dict[tuple, Row] = {}
     for row in rows:
-        if row["kind"] == "train" and row["layers"] == PRESETS[row["model"]].num_layers:
-            run = row["model"], row["seq_len"]
+        if row["layers"] == PRESETS[row["model"]].num_layers:
+            run = row["model"] + ", sparse" * bool(row.get("sparse")), row["seq_len"]
             fastest[run] = min(fastest.get(run, row), row, key=lambda row: row["step_s"])
     lines = [
         [

@@ -120,6 +120,12 @@ SECTIONS = {
         "medians of rounds; extra GiB are beyond inputs, results and gradients",
     ),
     "training-*": Section("training", "Pretraining", "bench/training.py", _MEDIANS),
+    "steps-*-whole.jsonl": Section(
+        "training",
+        "Whole models",
+        "bench/steps.py --warm-up 0",
+        "the median of a few steps, or the only one",
+    ),
     "steps-*-fp8*": Section("training", "Steps with products in float8", "bench/steps.py"),
     "steps-*-h?00.jsonl": Section(
         "training", "Whole steps before and after a change", "bench/steps.py"
