@@ -39,7 +39,11 @@ def test_the_site_builds_without_network(tmp_path):
     # the navigation, whose entries docs/hooks.py finds
     for name in ("results-masks.html", "mechanisms.html"):
         assert f'href="{name}"' in pages["design.html"]
+    api = re.sub(r"<[^>]+>", "", pages["api.html"])
+    assert "burst_attn_func(\n    q: Tensor,\n" in api, "signatures are broken into lines"
     assert 'id="bmt_burst.burst_attn_func"' in pages["api.html"]
+    for internal in ("Chunks.take_turn", "Chunks.forget", "Cache.variant"):
+        assert f'id="bmt_burst.{internal}"' not in pages["api.html"]
     loaded = (
         r"<(?:script[^>]*src|link[^>]*rel=\"(?:stylesheet|preconnect)\"[^>]*href)=\"(https?:[^\"]*)"
     )
