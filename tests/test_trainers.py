@@ -102,14 +102,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"around": True, "label_smoothing_factor": 0.1},
     ),
     "resumed": ("resume_with_trainer", {}),
-    "sft": ("train_with_sft", {"per_device_train_batch_size": 3}),
     "sft, packed": ("train_with_sft", {"packing": True, "checking": True}),
     "sft, padded to a multiple": (
         "train_with_sft",
         {"packing": True, "pad_to_multiple_of": 16, "adapter": True},
     ),
     "sft, dft": ("train_with_sft", {"loss_type": "dft", "gradient_accumulation_steps": 2}),
-    "sft, label smoothing": ("train_with_sft", {"label_smoothing_factor": 0.1}),
+    "sft, label smoothing": (
+        "train_with_sft",
+        {"label_smoothing_factor": 0.1, "per_device_train_batch_size": 3},
+    ),
     "sft, stream": ("train_with_sft", {"stream": True}),
     "sft, own loss": ("train_with_sft", {"loss": True}),
     "dpo": ("train_with_dpo", {}),
@@ -121,10 +123,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "orpo": ("train_on_preferences", {"name": "ORPO"}),
     "cpo": ("train_on_preferences", {"name": "CPO"}),
     "tpo": ("train_on_preferences", {"name": "TPO"}),
-    "grpo, dapo": ("train_with_reinforcement", {"name": "GRPO", "loss_type": "dapo", "beta": 0.0}),
     "grpo, stream": (
         "train_with_reinforcement",
-        {"name": "GRPO", "loss_type": "grpo", "stream": True},
+        {"name": "GRPO", "loss_type": "grpo", "beta": 0.0, "stream": True},
     ),
     "grpo, dr_grpo, two steps a generation": (
         "train_with_reinforcement",
