@@ -51,7 +51,7 @@ CASES = [
     (DENSE, (3,), 61, None, (1, 66), "striped"),
     (DENSE, (2, 3), 0, None, (3, 1, 190, 1, 4), "zigzag"),
     (WINDOWED, (3,), 70, 31, (1, 1, 30, 1, 80, 1, 1, 5), "contiguous"),
-    (WINDOWED, (2, 4), 40, 9, (1,) * 20, "striped"),
+    (WINDOWED, (1, 4), 40, 9, (1,) * 20, "striped"),
     (SPARSE, (1, 3), 260, 70, (1, 5, 1, 60, 1), "zigzag"),
     (SPARSE, (4,), 300, None, (1, 1, 1), "striped"),
     (SPARSE, (2,), 60, 30, (20, 20, 1), "zigzag"),

@@ -11,6 +11,7 @@ from models.cpm_live.config import PRESETS
 from tests.live import SMALL_LIVE, changed, write_vocabulary
 from tests.preparing import prepare, write_instances
 from tests.runs import newest, records, train
+from tests.test_trainer import evaluating
 from train.base import ranks
 from train.checkpoints import checkpoint
 from train.cpm_live.batches import LiveBatches
@@ -261,14 +262,10 @@ def test_a_run_saves_once_to_know_its_time_and_stops_in_time(
 
 
 def test_a_limit_stops_an_evaluation(settings, tmp_path, monkeypatch, clock):
-    plain = Batches.of_evaluation
+    def during():
+        clock.now += 600
 
-    def slowly(batches, data):
-        for batch in plain(batches, data):
-            clock.now += 300
-            yield batch
-
-    monkeypatch.setattr(Batches, "of_evaluation", slowly)
+    evaluating(monkeypatch, during)
     options = {"val_data": settings["data"], "eval_every": 2, "time_limit": "0:10"}
     assert not train(settings, **options)
     assert newest(tmp_path / "run").state["step"] == 2

@@ -58,30 +58,13 @@ class FusedGated(Gated):
         return add_gated_linear(x, x, self.norm, self.gate(x), self.out, 0.3)
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("has_norm", [False, True])
-def test_a_gate_before_a_linear_layer_equals_modules(bias, has_norm):
-    plain = Gated(bias, has_norm).double().to(DEVICE)
+def check_fused(plain: nn.Module, kind: type[nn.Module], *shape: int) -> None:
+    """Check results and all gradients against a fused `kind` in fp64, to rounding."""
+    plain = plain.double().to(DEVICE)
+    if plain.norm is not None:
+        nn.init.normal_(plain.norm.weight)
     fused = copy.deepcopy(plain)
-    fused.__class__ = FusedGated
-    found = []
-    for part in (plain, fused):
-        x = random(2, 7, 12).double().requires_grad_()
-        y = part(x)
-        y.backward(random(2, 7, 12, seed=1).double())
-        found.append([y.detach(), x.grad, *(p.grad for p in part.parameters())])
-    for x, y in zip(*found, strict=True):
-        assert torch.allclose(x, y, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("shape", [(2, 7, 12), (9, 12)])
-def test_fused_linear_layers_equal_modules(bias, shape):
-    """Results and all gradients are equal in fp64, to rounding."""
-    plain = Part(bias).double().to(DEVICE)
-    nn.init.normal_(plain.norm.weight)
-    fused = copy.deepcopy(plain)
-    fused.__class__ = FusedPart
+    fused.__class__ = kind
     found = []
     for part in (plain, fused):
         x = random(*shape).double().requires_grad_()
@@ -90,6 +73,14 @@ def test_fused_linear_layers_equal_modules(bias, shape):
         found.append([y.detach(), x.grad, *(p.grad for p in part.parameters())])
     for x, y in zip(*found, strict=True):
         assert torch.allclose(x, y, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_fused_linear_layers_equal_modules(bias):
+    for shape in ((2, 7, 12), (9, 12)):
+        check_fused(Part(bias), FusedPart, *shape)
+    for has_norm in (False, True):
+        check_fused(Gated(bias, has_norm), FusedGated, 2, 7, 12)
 
 
 def test_frozen_weights_have_no_gradients():

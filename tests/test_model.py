@@ -9,7 +9,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from bmt_burst import (
     IGNORE_INDEX,
-    Cache,
     InfLLMV2,
     Mask,
     SequenceParallel,
@@ -225,22 +224,6 @@ def test_a_layers_window_and_sparse_are_those_of_its_kind():
     layer.kind = dataclasses.replace(layer.kind, window=9)
     assert layer.window == 9
     assert BurstAttention(32, 4, sparse=InfLLMV2()).sparse == InfLLMV2()
-
-
-@pytest.mark.parametrize(
-    "windows", [{}, {"window": 4}, {"window": 1}, {"window": 6, "window_pattern": "wf"}], ids=str
-)
-def test_cached_generation_equals_the_whole_forward(windows):
-    config = dataclasses.replace(SMALL, **windows)
-    model = initialized(config)
-    tokens = torch.randint(0, 300, (1, 17))
-    whole = model(tokens, torch.arange(17))
-    cache = Cache(None, config.num_layers, 17)
-    pieces = [
-        model(tokens[:, a:b], torch.arange(a, b), cache=cache)
-        for a, b in ((0, 9), (9, 10), (10, 11), (11, 17))
-    ]
-    assert torch.allclose(torch.cat(pieces, 1), whole, rtol=1e-4, atol=1e-5)
 
 
 def test_sampling_is_seeded_and_settings_are_checked():

@@ -40,7 +40,6 @@ from train.data.batches import Batches
 from train.data.folder import Row
 from train.data.tokenizer import ByteTokenizer
 from train.export import main as export_main
-from train.generate import generate
 from train.generate import main as generate_main
 from train.generation.decoding import Speed, _compute
 from train.loop.inputs import check_kernel
@@ -378,13 +377,6 @@ def test_logits_do_not_depend_on_the_pieces_of_a_prompt(dense_len):
         decoder = Decoder(model, Cache(None, config.num_layers, 90))
         found = _compute(model, decoder, TOKENS[0].tolist(), 0, chunk, Speed())[:, -1]
         assert (found - whole).abs().max() <= 1e-10 * whole.abs().max()
-
-
-def test_texts_do_not_depend_on_the_pieces_of_a_prompt():
-    model, tokenizer = initialized().float(), ByteTokenizer()
-    prompt = "def main(a, b):\n" * 3
-    texts = [generate(model, tokenizer, prompt, 8, chunk=n, temperature=0) for n in (None, 7, 48)]
-    assert texts[0] == texts[1] == texts[2] and texts[0].startswith(prompt)
 
 
 def test_options_that_exclude_lightning_layers_are_refused_by_name():
