@@ -22,6 +22,7 @@ from tests.test_train import command, curve, folder, train  # noqa: F401
 from train.base.folders import lock
 from train.base.signals import STOPPING
 from train.checkpoints import checkpoint
+from train.loop import metrics
 from train.run import launch
 
 pytestmark = pytest.mark.slow
@@ -150,6 +151,7 @@ def _main_of_group(line: list[str], writer: Connection, stopped_rank: int | None
         os.dup2(writer.fileno(), descriptor)
     writer.close()
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored
+    metrics.plot_losses = lambda records, file: None  # takes longer than steps
     launch.subprocess = SimpleNamespace(Popen=partial(ForkedRank, stopped_rank=stopped_rank))
     if stopped_rank is not None:  # it does not end on its own
         launch._GRACE = 0.1
