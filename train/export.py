@@ -3,19 +3,9 @@
     python train/export.py --run runs/cpm --output exported    # a Hugging Face folder
     python train/export.py --run runs/cpm --output exported --format bmtrain    # model.pt
 
-By default the export is a Hugging Face folder of the family that the run began with, otherwise of a
-Llama, or of another family if the model needs that. MiniCPM's scalings are folded into the weights,
-so transformers loads it without other code. With --keep-scalings, and with sparse attention, it is
-a MiniCPM's instead, with this project's own code for transformers 5 (trust_remote_code=True).
-
-With lightning layers it is a MiniCPM-SALA's, always with its scalings, and without a modelling
-file: transformers has none, and the release has its own.
-
+docs/weights.md says which family a folder has, and what it takes over from --init-from FOLDER.
 `bmtrain.load(model, "exported/model.pt")` reads the other format, as does pretrain.py --init-from.
-CPM-Live's models are exported only so, under CPM-Live's names.
-
-What is still true of the files next to the first weights is taken over, and all of it is printed.
-The folder is written under a hidden name next to --output, and renamed at the end.
+CPM-Live's models are exported only so, under CPM-Live's names. A folder is whole or does not exist.
 """
 
 from __future__ import annotations
@@ -39,7 +29,8 @@ from models.huggingface import fold_scalings, round_weight, save_weights
 from train.base.command_line import ArgumentParser
 from train.base.folders import write_aside
 from train.checkpoints import checkpoint
-from train.checkpoints.beside import carry_over, listed
+from train.checkpoints.beside import carry_over
+from train.data.end_of_text import listed
 from train.data.tokenizer import Tokenizer
 from train.loop import resume
 from train.settings.kinds import config_of, kind_of

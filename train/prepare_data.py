@@ -3,16 +3,9 @@ r"""Turn text into tokens on disk, which pretrain.py reads.
     python train/prepare_data.py --input corpus.jsonl more_text/ --output data/corpus \
         --val-fraction 0.01
 
-Inputs are .txt files (one document each), .jsonl and .json files (one document a record, in
---field), also as .gz or .zst, .parquet files and datasets folders (one a row), Megatron-LM's
-PREFIX.bin with PREFIX.idx, and folders of all these. docs/data.md says more.
-
-It writes OUTPUT/train and, with a validation share, OUTPUT/val. A document's name alone decides
-whether it is for validation. With --stream it only names the inputs, and pretrain.py tokenizes them
-while it trains. Files may be larger than memory, but a line may not.
-
-OUTPUT appears when it is complete. Until then the run works in .OUTPUT.partial, which it locks.
-That is removed after Ctrl-C and errors. If the run is killed, the next run replaces it.
+It writes OUTPUT/train and, with a validation share, OUTPUT/val. OUTPUT is whole or does not exist.
+docs/data.md lists the inputs. Files may be larger than memory, but a line may not. With --stream it
+only names the inputs, and pretrain.py tokenizes them while it trains.
 """
 
 from __future__ import annotations

@@ -11,13 +11,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from models.json_files import read_json
-from train.data.tokenizer import Tokenizer
+from train.data.end_of_text import (
+    CONFIG,
+    GENERATION,
+    SPECIAL,
+    TOKENIZER,
+    listed,
+    read_values,
+    token_name,
+)
+from train.data.tokenizer_base import Tokenizer
 
-CONFIG, GENERATION = "config.json", "generation_config.json"
-TOKENIZER, SPECIAL = "tokenizer_config.json", "special_tokens_map.json"
 ADDED = "added_tokens_decoder"  # a field that repeats tokenizer.json
-_JSON = (CONFIG, GENERATION, TOKENIZER, SPECIAL)
 _TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja")
 _LICENSE = re.compile("LICEN[CS]E|NOTICE|COPYING|USE_POLICY")
 _MOST_BYTES = 1 << 20  # of a text
@@ -55,21 +60,6 @@ def read_beside(folder: Path, foreign: str | None) -> dict[str, Any]:
         if path.is_file() and path.stat().st_size <= _MOST_BYTES
     }
     return {"folder": str(folder), "foreign": foreign, "values": values, "texts": texts}
-
-
-def read_values(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return the content of a folder's JSON files, by name. Raises ValueError and OSError."""
-    return {name: read_json(folder / name) for name in _JSON if (folder / name).is_file()}
-
-
-def token_name(token: Any) -> Any:
-    """Return the name of a special token, which may be written with its properties."""
-    return token.get("content") if isinstance(token, dict) else token
-
-
-def listed(value: Any) -> list[Any]:
-    """Return the ids of a field that has one id, a list, or none."""
-    return [] if value is None else value if isinstance(value, list) else [value]
 
 
 def _is_license(name: str) -> bool:

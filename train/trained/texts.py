@@ -18,15 +18,8 @@ from models.json_files import read_json
 from models.tensor_files import folder_of
 from train.base import ranks
 from train.checkpoints import checkpoint
-from train.checkpoints.beside import (
-    ADDED,
-    GENERATION,
-    SPECIAL,
-    TOKENIZER,
-    listed,
-    read_values,
-    token_name,
-)
+from train.checkpoints.beside import ADDED
+from train.data.end_of_text import GENERATION, SPECIAL, TOKENIZER, listed, read_values, token_name
 from train.data.tokenizer import SentencePieceTokenizer, Tokenizer, saved_spec
 from train.loop import resume
 from train.settings.config import TrainConfig
