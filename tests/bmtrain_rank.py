@@ -114,17 +114,15 @@ def engines(folder: Path) -> dict[str, list[float]]:
 
 
 def check_loading(engine, other, file: Path) -> None:
-    """Check that another engine takes the weights of one from a file, and stops at a NaN."""
+    """Check that another model takes the weights of one, and that a step stops at a NaN."""
     import bmtrain
 
     bmtrain.save(engine.model, str(file))
     before = {key: shard.flat.clone() for key, shard in engine.state().items()}
     assert "layers.2.self_attn.q_proj.weight" in torch.load(file)
     bmtrain.load(other.model, str(file))
-    other.adopt_weights()
-    other.step(0.0, 1.0)  # with gradients of nothing: weights are what was loaded
-    weights = {key: s.flat for key, s in other.state().items() if key.startswith("weight/")}
-    assert all(weight.equal(before[key]) for key, weight in weights.items())
+    for name, p in other._parameters.items():
+        assert p.data.float().view(-1).equal(before[f"weight/{name}"])
     norm = other.model.norm._parameters["weight"]
     norm.grad = torch.full_like(norm, torch.nan)
     with pytest.raises(FloatingPointError, match="the gradient norm is nan"):

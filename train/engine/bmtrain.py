@@ -1,8 +1,7 @@
 """The BMTrain engine: BMTrain's ZeRO-3 for plain modules, and AdamW on each rank's shards.
 
-`bmtrain.save(engine.model, file)` writes the model under its own names, and after
-`bmtrain.load(engine.model, file)` the engine takes over with `adopt_weights`. BMTrain does not
-checkpoint blocks, since it would run the ring again in the backward: the model does.
+`bmtrain.save(engine.model, file)` writes the model under its own names. BMTrain does not checkpoint
+blocks, since it would run the ring again in the backward: the model does.
 
 Gradients are reduced in the weights' dtype. Their sum over micro-batches is fp32.
 """
@@ -101,11 +100,6 @@ class BMTrainEngine(Engine):
         if self._scales_loss and self.steps_at_scale == _DOUBLE_EVERY:
             self.loss_scale, self.steps_at_scale = self.loss_scale * 2, 0
         return norm
-
-    def adopt_weights(self) -> None:
-        """Copy the model's weights to the masters, after other code has filled them."""
-        for name, shard in self._optimizer.shards.items():
-            shard.flat.copy_(self._parameters[name].data)
 
     def _store_weights(self) -> None:
         """Round the masters to the weights. The next gather waits for this."""
