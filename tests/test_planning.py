@@ -219,6 +219,10 @@ def test_a_plan_says_what_it_assumes():
         (planned(**long, rope_scaling=YARN), "positions: --seq-len 65,536 is beyond the 32,768"),
         (planned(16, **long), "2 hosts: what they send to each other counts as free; --network"),
         (planned(16, **long), "a sequence is on several hosts; with --sp-size 8 --batch-size 2"),
+        (
+            planned(16, **long, batch_size=4, micro_batch_size=4),
+            "a sequence is on several hosts; with --sp-size 8 --batch-size 8: ",
+        ),
     ):
         lines = [*describe_assumptions(run, 1e9)]
         assert any(line.startswith(expected) for line in lines), lines

@@ -79,8 +79,8 @@ def _compare_within_hosts(planned: Planned, tokens: float | None) -> Iterator[st
     config, ranks = planned.config, planned.cluster.of_host
     if config.sp_size <= ranks or (config.inner_size, config.ulysses_size) != (None, None):
         return
-    groups = planned.cluster.gpus // ranks
-    batch_size = -(-config.batch_size // groups) * groups
+    rows = planned.cluster.gpus // ranks * (config.micro_batch_size or 1)
+    batch_size = -(-config.batch_size // rows) * rows
     other = dataclasses.replace(config, sp_size=ranks, batch_size=batch_size)
     found = recommend(plan(other, planned.cluster, planned.engine))
     named = f"with --sp-size {ranks} --batch-size {batch_size}"

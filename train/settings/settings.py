@@ -182,7 +182,10 @@ class DataSettings:
         instances="its instances say themselves how they begin",
     )
     seq_len: int = option(
-        512, "tokens in one sequence, over all ranks that share it", is_length=True, least=1
+        512,
+        "tokens in one sequence, as in 32768 or 32K, over all ranks that share it",
+        is_length=True,
+        least=1,
     )
     batch_size: int = option(8, "sequences in one optimizer step, over all ranks", least=1)
     micro_batch_size: int | None = option(
