@@ -19,11 +19,11 @@ from train.settings.settings import COMPONENTS, FACTS
 
 
 def test_configuration_comes_from_defaults_file_and_command_line(tmp_path):
-    text = 'seq_len = 64\nlr = 1\nval_data = "v"\ndeterministic = true\n'
+    text = 'seq_len = 64\nchunk = "1K"\nlr = 1\nval_data = "v"\ndeterministic = true\n'
     (tmp_path / "run.toml").write_text(text + '[rope_scaling]\nkind = "linear"\nfactor = 2\n')
     flags = ["--config", str(tmp_path / "run.toml"), "--seq-len", "128", "--no-deterministic"]
     config, _ = parse_run(flags)
-    assert (config.seq_len, config.lr) == (128, 1.0)
+    assert (config.seq_len, config.chunk, config.lr) == (128, 1024, 1.0)
     assert (config.val_data, config.deterministic) == ("v", False)
     assert config.model_config().rope_scaling == Linear(2)
     again, _ = parse_run(["--rope-scaling", '{"kind": "linear", "factor": 2}'])

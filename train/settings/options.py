@@ -158,6 +158,11 @@ def read_values(values: dict[str, Any], where: str) -> dict[str, Any]:
         kind = _kind_of(fields[name])
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             values[name] = float(value)
+        elif FACTS[name].is_length and isinstance(value, str):
+            try:
+                values[name] = read_length(value)
+            except argparse.ArgumentTypeError as error:
+                raise ValueError(f"{where}: {name}: {error}") from error
         elif value is None and fields[name].default is None:
             continue  # JSON's way to leave it unset
         elif not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
