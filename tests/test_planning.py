@@ -490,7 +490,9 @@ def test_the_command_starts_a_rank_for_each_gpu():
         (9, f"torchrun --nnodes 3 --nproc-per-node 3{together}"),
         (64, f"torchrun --nnodes 8 --nproc-per-node 8{together}"),
     ):
-        assert command(planned(gpus)).split(" train/pretrain.py ")[0] == expected
+        text = command(planned(gpus, processes=gpus))
+        assert text.split(" train/pretrain.py ")[0] == expected
+        assert "--processes" not in text
 
 
 def test_without_a_length_the_longest_is_planned(capsys):

@@ -193,7 +193,9 @@ def command(planned: Planned) -> str:
     """Return the command that starts a run on each host. Capitals are to be filled in: they stand
     for options that every run needs and that have their default here.
     """
-    cluster, given = planned.cluster, _given_options(planned.config)
+    cluster = planned.cluster
+    config = dataclasses.replace(planned.config, processes=1)  # torchrun starts the others
+    given = _given_options(config)
     hosts = ["--nnodes", str(cluster.hosts)] if cluster.hosts > 1 else []
     launcher = ["torchrun", *hosts, "--nproc-per-node", str(cluster.of_host)]
     launcher += [*(_MEETING if hosts else []), "train/pretrain.py"]
