@@ -454,6 +454,18 @@ def test_weights_of_another_tokenizer_start_a_run_only_if_that_is_allowed(
         TrainConfig(allow_other_tokenizer=True)
 
 
+def test_weights_that_start_with_the_default_rate_give_a_warning(settings, tmp_path, capsys):
+    save_weights(tmp_path / "hf", SMALL, initialized(SMALL).state_dict())
+    warning = "--lr 0.001 is the default, which is for tiny models"
+    for lr, options, count in (
+        (1e-3, {}, 1),
+        (1e-3, {"resume": "auto", "steps": 2}, 0),
+        (1e-4, {}, 0),
+    ):
+        assert started(settings, tmp_path / "hf", tmp_path / f"{lr:g}", lr=lr, **options)
+        assert capsys.readouterr().err.count(warning) == count
+
+
 def extended(folder: Path, tokens: list[str]) -> JsonTokenizer:
     """A tokenizer of single characters, with more tokens."""
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({}, unk_token="<unk>"))

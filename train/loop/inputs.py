@@ -58,6 +58,11 @@ def open_inputs(config: TrainConfig, device: torch.device) -> Inputs:
         resume.check_model(*resumed, model, new_stage, config.given_model)
     kind = kind_of(model)
     warn_of_length(config, model)
+    if config.init_from and resumed is None and config.lr == TrainConfig.lr:
+        ranks.warn(
+            f"--lr {config.lr:g} is the default, which is for tiny models: weights of --init-from "
+            "mostly need a smaller one"
+        )
     check_kernel(config, model, device)
     training = _open_training(config, kind, model)
     validation = _open_validation(config, kind, model, training)
