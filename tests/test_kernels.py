@@ -2,6 +2,7 @@
 reference.
 """
 
+import importlib
 import random
 import sys
 from dataclasses import replace
@@ -394,6 +395,13 @@ def half_installed(monkeypatch, tmp_path, request):
 
 PACKAGES = {"fa4": "flash-attn-4", "fa2": "flash-attn"}
 CUTE = "flash_attn/cute/__init__.py"
+CACHE = "class JITPersistentCache: LOCK_TIMEOUT_SECONDS = 15\nCUTE_DSL_CACHE_ENABLED = True"
+FA4 = {
+    "flash_attn/__init__.py": "",
+    CUTE: "",
+    "flash_attn/cute/interface.py": "_flash_attn_fwd = _flash_attn_bwd = print",
+    "flash_attn/cute/cache_utils.py": CACHE,
+}
 HALF_INSTALLED = [
     (
         "fa4",
@@ -402,7 +410,7 @@ HALF_INSTALLED = [
     ),
     (
         "fa4",
-        {"flash_attn/__init__.py": "", CUTE: "", "flash_attn/cute/interface.py": ""},
+        FA4 | {"flash_attn/cute/interface.py": ""},
         "AttributeError",
     ),
     (
@@ -437,6 +445,13 @@ def test_auto_passes_on_from_a_package_that_is_half_installed(half_installed, na
         kernels.pick(name, q, k, SPEC)
     with pytest.raises(RuntimeError, match=f"is installed but cannot be used: .*{reason}"):
         doctor._check_kernel(name)
+
+
+@pytest.mark.parametrize("half_installed", [FA4], indirect=True)
+def test_fa4_waits_for_a_process_that_writes_a_kernel_under_load(half_installed):
+    assert fa4.functions() == (print, print)
+    cache = importlib.import_module("flash_attn.cute.cache_utils").JITPersistentCache
+    assert cache.LOCK_TIMEOUT_SECONDS == 600
 
 
 def test_fa4_refuses_too_many_keys(monkeypatch):

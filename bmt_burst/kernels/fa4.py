@@ -56,6 +56,10 @@ _LARGEST_BLOCK = 256
 # It compiles separate kernels for more packed sequences than this.
 _FEW_SEQUENCES = 256
 
+# While a process writes a kernel to disk, others that need it wait for its lock. 4.0.0b36 raises
+# after 15 s, which is too short if many processes compile on the same cores.
+_LOCK_SECONDS = 600
+
 
 class Fa4Kernel(Kernel):
     name = "fa4"
@@ -229,8 +233,10 @@ def _is_dense(call: KernelCall) -> bool:
 @functools.cache
 def functions() -> tuple[Callable, Callable]:
     """Import the package's forward and backward."""
-    from flash_attn.cute import interface
+    from flash_attn.cute import cache_utils, interface
 
+    if cache_utils.CUTE_DSL_CACHE_ENABLED:
+        cache_utils.JITPersistentCache.LOCK_TIMEOUT_SECONDS = _LOCK_SECONDS
     # Otherwise every process warns about an unused argument for every kernel that it compiles.
     warnings.filterwarnings("ignore", "Argument aux_data", UserWarning, module="cutlass")
     return interface._flash_attn_fwd, interface._flash_attn_bwd
