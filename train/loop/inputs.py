@@ -149,7 +149,7 @@ def _check_vocabulary(
         raise ValueError(
             f"{folder} has a vocabulary of {found} tokens, but {name or config.model_name} has "
             f"only {model.vocab_size}: give data of its tokenizer, or another model by --model or "
-            "--init-from; --grow-vocabulary adds rows to starting weights"
+            "--init-from; --grow-vocabulary adds rows for new tokens to starting weights"
         )
 
 
