@@ -539,7 +539,7 @@ def test_a_model_beside_a_checkpoint_must_agree_with_it(other_shape, tmp_path):
         (stage | {"init_from": "gone"}, "gone does not exist; leave out --init-from to continue"),
         (stage | {"untie": True}, "another model: tie_embeddings True -> False; leave out --untie"),
         (alone | {"resume": "auto", "rope_theta": 5e4}, r"10000.0 -> 50000.0; give --new-stage"),
-        (alone | {"output": str(tmp_path / "new")}, "only 320: give data of its tokenizer"),
+        (alone | {"output": str(tmp_path / "new")}, "only 320: give --model, or a folder as --in"),
         (alone, "run has checkpoints: give --resume auto to resume, or another --output$"),
         (stage | {"resume": "auto"}, "has no checkpoint of a stage yet: give --resume CHECKPOINT"),
     ):

@@ -145,12 +145,21 @@ def open_data(
 def _check_vocabulary(
     config: TrainConfig, name: str | None, model: ModelConfig, folder: str, data: Source
 ) -> None:
-    if (found := data.vocab_size) > model.vocab_size:
-        raise ValueError(
-            f"{folder} has a vocabulary of {found} tokens, but {name or config.model_name} has "
-            f"only {model.vocab_size}: give data of its tokenizer, or another model by --model or "
-            "--init-from; --grow-vocabulary adds rows for new tokens to starting weights"
+    if (found := data.vocab_size) <= model.vocab_size:
+        return
+    if name or config.given_model:
+        advice = (
+            "give data or a model with another vocabulary; pretrain.py --init-from with "
+            "--grow-vocabulary adds rows for new tokens"
         )
+    elif config.resumed():
+        advice = "give data of its tokenizer"
+    else:
+        advice = "give --model, or a folder as --init-from"
+    raise ValueError(
+        f"{folder} has a vocabulary of {found} tokens, but {name or config.model_name} has only "
+        f"{model.vocab_size}: {advice}"
+    )
 
 
 def _open_validation(
