@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -217,14 +218,9 @@ def find_longest(planned: Planned) -> int:
     # One chunk more makes all of them shorter. With as many chunks, memory grows with the length.
     if not whole or planned.config.fp8:  # which takes few lengths
         return whole or _search_longest(planned, grain)
-    fits, too_long = whole // grain, -(-(whole + chunk) // grain)
-    while too_long - fits > 1:
-        middle = (fits + too_long) // 2
-        if with_options(planned, seq_len=middle * grain).fits:
-            fits = middle
-        else:
-            too_long = middle
-    return max(whole, fits * grain)
+    lengths = range(whole // grain * grain, whole + chunk, grain)[1:]
+    fitting = bisect_left(lengths, 1, key=lambda n: not with_options(planned, seq_len=n).fits)
+    return max(whole, *lengths[:fitting][-1:])
 
 
 def _search_longest(planned: Planned, grain: int) -> int:
@@ -250,11 +246,11 @@ def find_any_longest(planned: Planned) -> int:
     """Return the longest sequence that fits a trusted part of the memory, without offloading if one
     fits, or raise ValueError.
     """
-    planned = dataclasses.replace(planned, cluster=planned.cluster.careful)
+    careful = dataclasses.replace(planned, cluster=planned.cluster.careful)
     offloads: dict[str, object] = {"offload_optimizer": planned.engine == "bmtrain"}
     for more in ({}, offloads):
         longest = max(
-            find_longest(with_options(planned, **(options | more)))
+            find_longest(with_options(careful, **(options | more)))
             for options in savings(planned.config.chunk)
             if not options["offload"]
         )
@@ -346,16 +342,11 @@ def _save_more(planned: Planned) -> Planned:
     config = planned.config
     if config.checkpointing == "none" or config.offload or config.checkpointing_every:
         return planned
-    few, many = -1, planned.model.num_layers  # `many` blocks recompute, and that fits
-    best = planned
-    while many - few > 1:
-        middle = (few + many) // 2
-        tried = with_options(planned, checkpointing_blocks=middle)
-        if tried.fits:
-            many, best = middle, tried
-        else:
-            few = middle
-    return best
+    layers = range(planned.model.num_layers)
+    blocks = bisect_left(
+        layers, 1, key=lambda n: with_options(planned, checkpointing_blocks=n).fits
+    )
+    return planned if blocks == len(layers) else with_options(planned, checkpointing_blocks=blocks)
 
 
 def find_smaller(planned: Planned) -> Planned | None:
