@@ -629,7 +629,7 @@ def test_wrong_runs_are_refused(settings, tmp_path):
         ({"data": "nowhere"}, "nowhere has no index.json"),
         ({"init_from": str(tmp_path / "junk.pt")}, "junk.pt is not a file of weights"),
         ({"model": str(tmp_path / "cut.json")}, "cut.json: Unterminated string"),
-        ({"seq_len": 10_000}, "% of the positions of"),
+        ({"seq_len": 10_000}, "less than half of a sequence of 10,000"),
         ({"resume": "nowhere"}, "there is no checkpoint in nowhere"),
         ({"flash": "cuda"}, "--flash cuda: no kernel for"),
     ):
