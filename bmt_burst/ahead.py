@@ -2,7 +2,7 @@
 
     def steps(rank: int) -> None:  # in a module, since other processes import it
         sp = imagine_ranks(rank, 8)
-        for ends in sample_documents(8192):
+        for ends in sample_documents(65536, 8):
             ...  # take a step of a model with few layers, with documents that end there
 
     settle_keys()  # in each process of the run, before its first step
@@ -28,7 +28,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,7 @@ KERNELS = (  # the modules of all Triton kernels of a step without biases
 _PACKAGES = "torch", "triton", "flash-attn-4", "nvidia-cutlass-dsl"
 _POLL_SECONDS = 0.05
 _MOST_PROCESSES, _GIB_OF_PROCESS = 16, 1.5  # of a GPU's memory that is free
+_TOKENS, _MOST_TOKENS = 1 << 12, 1 << 15  # of a rank of an example, and with long windows
 _FEW_QUERIES = 64  # of a chunk, in documents that begin in the chunk before it
 
 Job = Callable[[], Any]
@@ -114,30 +115,46 @@ def imagine_ranks(
 
 
 def sample_documents(
-    tokens: int, longest: int = 0, many: bool = False, borders: Sequence[int] = (), size: int = 1
-) -> Iterator[list[int]]:
-    """Yield the ends of documents of a sequence, from one to tens, as examples of all kinds.
+    seq_len: int,
+    size: int = 1,
+    *,
+    chunks: int = 1,
+    bands: Iterable[int] = (),
+    longest: int = 0,
+    many: bool = False,
+) -> list[list[int]]:
+    """Return the ends of documents of sequences, from one document to tens, as examples of all
+    kinds. All have as many tokens, which may be fewer than the `seq_len` of a run.
 
+    size     the ranks of a sequence
+    chunks   the chunks of a sequence. Documents end near their borders
+    bands    the windows of layers, and other distances at which masks end
     longest  the tokens of a long document that some examples have, 0 for none
     many     whether some have as many as possible
-    borders  where chunks end. Documents end near them
-    size     the ranks of the sequence
     """
-    chance, firsts = random.Random(0), sorted({0, min(longest, tokens)})
-    yield [0, tokens]
-    for first, count in itertools.product(firsts, (2, 3, 5, 7, 9)):
-        yield sorted({0, *(first + (tokens - first) * i // count for i in range(count + 1))})
-    for first, count in itertools.product(firsts, (2, 3, 5, 9, 40) * 2):
+    ranges = 2 * size * chunks  # zigzag has two in a shard
+    # as in the run, a window may end inside of a range
+    least = [max(2 * x, min(ranges * x * 3 // 2, _MOST_TOKENS * size)) for x in bands]
+    tokens = min(seq_len, max(_TOKENS * size, *least, longest * 5 // 2))
+    tokens = -(-tokens // ranges) * ranges
+    chance, firsts, found = random.Random(0), sorted({0, min(longest, tokens)}), [[0, tokens]]
+    for first, count in itertools.product(firsts, (2, 5)):
+        found.append(
+            sorted({0, *(first + (tokens - first) * i // count for i in range(count + 1))})
+        )
+    for first, count in itertools.product(firsts, (3, 9, 40)):
         ends = sorted({0, first})
         while ends[-1] < tokens:
             length = 1 + int(chance.expovariate(count / tokens))
             ends.append(min(tokens, ends[-1] + length))
-        yield ends
+        found.append(ends)
     for first in firsts if many else ():
-        yield sorted({0, *range(first or 4, tokens, 4), tokens})
+        found.append(sorted({0, *range(first or 4, tokens, 4), tokens}))
+    borders = range(tokens // chunks, tokens, tokens // chunks)
     for before in (_FEW_QUERIES, borders[0] // size) if borders else ():
         near = {border + x for border in borders for x in (-before, _FEW_QUERIES)}
-        yield [0, *sorted(near & {*range(1, tokens)}), tokens]
+        found.append([0, *sorted(near & {*range(1, tokens)}), tokens])
+    return found
 
 
 def compile_kernels(
@@ -175,7 +192,8 @@ def compile_kernels(
             for noted in [x for x in noting if x.ready()]:
                 noting.remove(noted)
                 new = {key: job for key, job in noted.get().items() if key not in jobs}
-                jobs |= {key: pool.apply_async(job) for key, job in new.items()}
+                first = sorted(new, key=lambda key: isinstance(key, str))  # Triton's are short
+                jobs |= {key: pool.apply_async(new[key]) for key in first}
             for worker in workers:  # a pool would wait for the job of one that was killed
                 if worker.exitcode is not None:
                     raise RuntimeError(f"a process ended with exit code {worker.exitcode}")
@@ -217,6 +235,7 @@ def _begin(gpus: int, *modules: str) -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(os.getpid() % gpus)
     settle_keys(*modules)
+    fa4.Fa4Kernel().broken()  # imports it, in seconds, while other processes note kernels
 
 
 def _note(steps: Callable[..., None], arguments: Sequence[Any], tokens: int) -> dict[Hashable, Job]:
@@ -315,10 +334,9 @@ def _in_all_ways(merge: Callable[..., None]) -> Callable[..., None]:
         known.add(key)
         into, earlier = torch.empty(2, 1, 16, heads, size, dtype=total.dtype, device=device)
         other, rows = earlier.to(dtype), [torch.empty(1, heads, 16, device=device) for _ in lse]
-        # parts of another dtype are filled up by the first one
-        counts = (2, 4, 8) if dtype == total.dtype else range(2, 17)
+        firsts = (into, earlier) if dtype == total.dtype else (into, earlier, other)
         for first, count, spans in itertools.product(
-            (into, earlier), counts, ([(0, 8)], [(0, 4), (8, 12)])
+            firsts, (2, 4, 8), ([(0, 8)], [(0, 4), (8, 12)])
         ):
             merge(into, *rows, [([(0, 16)], first, *rows), *[(spans, other, *rows)] * (count - 1)])
 

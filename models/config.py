@@ -202,6 +202,20 @@ class CPMConfig:
         """The layers with softmax attention."""
         return tuple(i for i, mixer in enumerate(self.mixer_of_layers) if mixer == ATTENTION)
 
+    def one_layer_of_each_kind(self) -> Self:
+        """Return this configuration with only the first layer of each kind: they differ in mixers,
+        windows and rotary positions.
+        """
+        kinds = zip(self.mixer_of_layers, self.windows, self.rotary_layers, strict=True)
+        mixers, windows, rotary = zip(*dict.fromkeys(kinds), strict=True)
+        return dataclasses.replace(
+            self,
+            num_layers=len(mixers),
+            mixers=mixers if self.mixers else None,
+            window_pattern="".join("fw"[window == self.window] for window in windows),
+            rotary_pattern="".join("rn"[self.attention_rotary and not x] for x in rotary),
+        )
+
     @property
     def lightning_layers(self) -> int:
         """The number of layers with lightning attention."""

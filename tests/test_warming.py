@@ -55,7 +55,7 @@ def fake_kernel(setattr):
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
     fake_kernel(monkeypatch.setattr)
-    monkeypatch.setattr(warming, "_TOKENS", 2048)
+    monkeypatch.setattr(ahead, "_TOKENS", 2048)
 
 
 def note(run):
@@ -158,11 +158,13 @@ def test_masks_of_a_run_need_no_other_kernels(changes, monkeypatch):
     skip_far(monkeypatch)
     run, chance = changed(**{"seq_len": 1 << 14} | changes), random.Random(1)
     known = note(run).keys()
-    examples = [random_ends(chance, run.seq_len) for _ in range(8)]
-    monkeypatch.setattr(Rehearsal, "tokens", run.seq_len - run.seq_len % (run.size * run.chunks))
+    tokens, apart = (
+        run.seq_len - run.seq_len % (run.size * run.chunks),
+        run.many_documents is not None,
+    )
+    examples = [random_ends(chance, tokens) if apart else [0, tokens] for _ in range(8)]
     monkeypatch.setattr(warming, "_CHUNKS", run.chunks)
-    if run.many_documents is not None:
-        monkeypatch.setattr(Rehearsal, "examples", lambda self: examples)
+    monkeypatch.setattr(Rehearsal, "examples", lambda self: examples)
     for rank in chance.sample(range(run.size), 2):
         with ahead.note_kernels(run.seq_len) as noted:
             take_steps(run, rank, run.attention["strategy"], None)
@@ -294,7 +296,7 @@ def test_kernels_are_compiled_once(folder):
 
 def test_the_log_says_what_was_compiled_and_a_run_goes_on_without(folder, monkeypatch):
     def start(compile_kernels, timeout=1800.0):
-        monkeypatch.setattr(warming, "compile_kernels", compile_kernels)
+        monkeypatch.setattr(ahead, "compile_kernels", compile_kernels)
         config, watchdog = TrainConfig(), SimpleNamespace(alive=WATCHDOG.alive, timeout=timeout)
         given = config, inputs_of("cpm-tiny"), SequenceParallel(), 1
         return warming.warm(*given, torch.device("cuda", 0), watchdog)

@@ -18,7 +18,6 @@ from bmt_burst.fused import torch_passes, triton_passes
 from bmt_burst.lightning import kernels as lightning_kernels
 from models.config import LIGHTNING
 from tests.test_warming import RING, changed, fake_kernel, note, random_ends
-from train.planning import warming
 from train.planning.warming import Rehearsal
 
 
@@ -46,7 +45,7 @@ if __name__ == "__main__":
     triton_passes.count_processors = lambda device, **_: 132
     lightning_kernels.pick = lambda *_: "triton"
     torch.cuda.device_of = lambda x: torch.no_grad()  # any context
-    warming._TOKENS = 1024
+    ahead._TOKENS = 1024
     of_model = {"head_dim": 16, "num_layers": 2, "attention_gate": True}
     mixers = {"mixers": ("attention", LIGHTNING)}
     shape = {"size": 2, "inner": 2, "seq_len": 1 << 12, "attention": RING}
@@ -57,7 +56,7 @@ if __name__ == "__main__":
 
     chance = random.Random(2)
     examples = [random_ends(chance, runs[0].seq_len) for _ in range(3)]
-    Rehearsal.tokens, Rehearsal.examples = runs[0].seq_len, lambda _: examples
+    Rehearsal.examples = lambda _: examples
     for run, keys in zip(runs, compiled, strict=True):
         missing = {key for key in note(run) if isinstance(key, str)} - keys
         assert not missing, missing

@@ -56,9 +56,11 @@ def fill_lse_delta(rows: Tensor, out: Tensor, dout: Tensor, lse: Tensor) -> None
 
 
 def _fill_up(parts: list[Any]) -> list[Any]:
-    """Return the parts, and empty ones up to a power of two, since each number is compiled."""
+    """Return the parts, and empty ones up to a power of two, since each number is compiled. They
+    are like the last part: the first may have another dtype than all others.
+    """
     missing = triton.next_power_of_2(len(parts)) - len(parts)
-    return [*parts, *([([(0, 0)], *parts[0][1:])] * missing)]
+    return [*parts, *([([(0, 0)], *parts[-1][1:])] * missing)]
 
 
 def _pack(parts: Parts, total: Tensor) -> tuple[tuple[Any, ...], ...]:

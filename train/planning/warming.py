@@ -1,18 +1,17 @@
 """Compilation of the kernels of a run before its first step.
 
-Other processes take short steps of a model with the run's kinds of layers, with masks of all kinds:
-one document, many, and documents that are cut at any place. They launch nothing, and their peers
-are imagined. `bmt_burst.ahead` compiles the kernels that these steps need. All of this ends before
-the run builds its model.
+Other processes take short steps of a model with the run's kinds of layers, with masks of all kinds.
+They launch nothing, and their peers are imagined. `bmt_burst.ahead` compiles the kernels that these
+steps need. All of this ends before the run builds its model.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
+import math
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,14 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from bmt_burst import SequenceParallel
-from bmt_burst.ahead import (
-    compile_kernels,
-    find_folders,
-    imagine_ranks,
-    sample_documents,
-    settle_keys,
-)
+from bmt_burst import SequenceParallel, ahead
 from bmt_burst.nn import BurstAttention
 from models.config import CPMConfig
 from models.cpm import CPM
@@ -45,18 +37,11 @@ from train.settings.config import TrainConfig
 from train.settings.settings import DTYPES
 
 UPDATES = "train.engine.triton_adamw"
-_MODULES = (  # the kernels of steps depend on their code
-    UPDATES,
-    "train.planning.warming",
-    "train.data.batches",
-    *(f"models.{name}" for name in ("config", "cpm", "mixers", "linears", "blocks", "rope")),
-)
+_MODULES = UPDATES, "train.planning.warming", "train.data.batches", "models"  # kernels depend on
 _NOT_COMPILED = "kernels will be compiled in the steps that first need them"
 _MOST_SECONDS = 120.0
 _SAMPLED_ROWS = 16  # of a source, whose documents are counted
 _MANY_DOCUMENTS = 64  # of the rows of a rank, from which on a call may have hundreds of sequences
-_TOKENS = 1 << 12  # of a rank
-_MOST_TOKENS = 1 << 15  # of a rank, for long windows
 _FEW_TOKENS = 1 << 13  # of a rank, for which "auto" may take one-call as well as the ring
 _CHUNKS = 3  # of a sequence of the rehearsal, at most
 
@@ -92,71 +77,50 @@ class Rehearsal:
         return sparse.exact_tokens + sparse.block_size if sparse else 0
 
     @property
-    def tokens(self) -> int:
-        """The tokens of a sequence of the rehearsal. All ranks have equally many."""
-        ranges = 2 * self.size * self.count  # zigzag has two in a shard
-        sparse, most = self.model.infllm, _MOST_TOKENS * self.size
-        bands = [self.model.window or 0, sparse.window_size if sparse else 0]
-        # as in the run, a window may end inside of a range
-        least = [max(2 * band, min(ranges * band * 3 // 2, most)) for band in bands]
-        tokens = min(self.seq_len, max(_TOKENS * self.size, *least, self.longest * 5 // 2))
-        return -(-tokens // ranges) * ranges
-
-    @property
     def small(self) -> CPMConfig:
         """A model with one layer of each kind. Attention is sparse from the shortest document on in
         which queries choose blocks, and the whole sequence decides for its chunks.
         """
-        model, sparse = self.model, self.model.sparse
-        kinds = zip(model.mixer_of_layers, model.windows, model.rotary_layers, strict=True)
-        mixers, windows, rotary = zip(*dict.fromkeys(kinds), strict=True)
-        if found := model.infllm:
+        sparse = self.model.sparse
+        if found := self.model.infllm:
             dense_len = min(found.dense_len, self.longest) if self.chunks == 1 else -1
-            sparse = dataclasses.replace(found, dense_len=dense_len)
-        return dataclasses.replace(
-            model,
-            vocab_size=64,
-            intermediate_size=64,
-            num_layers=len(mixers),
-            rope_scaling=None,
-            mixers=mixers if model.mixers else None,
-            window_pattern="".join("fw"[window == model.window] for window in windows),
-            rotary_pattern="".join("rn"[model.attention_rotary and not x] for x in rotary),
-            sparse=sparse,
-            family=None,
-        )
+            sparse = replace(found, dense_len=dense_len)
+        facts: dict[str, Any] = {"vocab_size": 64, "intermediate_size": 64, "rope_scaling": None}
+        model = self.model.one_layer_of_each_kind()
+        return replace(model, sparse=sparse, family=None, **facts)
 
     def arguments(self) -> list[tuple[Any, ...]]:
         """Return the arguments of `take_steps`: some ranks with each strategy, and the sides that
         they may send.
         """
-        sample = sorted({0, 1 % self.size, self.size // 2, self.size - 1})
         tokens = -(-self.seq_len // (self.size * self.chunks))
         tokens *= 1 if self.many_documents is None else self.rows
         strategies: list[str] = [self.attention["strategy"]]
-        sides: list[str | None] = [None]
         if strategies == ["auto"]:
-            short = self.size > 1 and tokens <= _FEW_TOKENS and self.inner == self.size
+            short = 1 < self.size == self.inner and tokens <= _FEW_TOKENS
             strategies = ["ring", "one-call"] if short else ["ring"]
-        if self.size > 1 and self.chunks > 1 and self.model.infllm is None:
-            sides = ["q", "kv"]  # a run with more chunks may send the other one
+        # a run with more chunks may send the other side
+        both = self.size > 1 < self.chunks and self.model.infllm is None
+        sample = sorted({0, 1 % self.size, self.size // 2, self.size - 1})
+        sides = ["q", "kv"] if both else [None]
         return [(self, *each) for each in itertools.product(sample, strategies, sides)]
-
-    @property
-    def count(self) -> int:
-        """The chunks of a sequence of the rehearsal."""
-        return min(self.chunks, _CHUNKS)
 
     def examples(self) -> list[list[int]]:
         """Return the ends of documents of sequences."""
-        tokens, many = self.tokens, self.many_documents
-        if many is None:
-            return [[0, tokens]]
-        borders = [*range(tokens // self.count, tokens, tokens // self.count)]
-        return [*sample_documents(tokens, self.longest, many, borders, self.size)]
+        sparse, apart = self.model.infllm, self.many_documents is not None
+        found = ahead.sample_documents(
+            self.seq_len,
+            self.size,
+            chunks=min(self.chunks, _CHUNKS),
+            bands=(self.model.window or 0, sparse.window_size if sparse else 0),
+            longest=self.longest,
+            many=bool(self.many_documents),
+        )
+        return found if apart else found[:1]
 
 
-class _Examples(SimpleNamespace):
+@dataclass
+class _Examples:
     """Rows of data with the `ends` of documents, as Batches read them."""
 
     documents: bool
@@ -172,32 +136,26 @@ class _Examples(SimpleNamespace):
 
 def take_steps(run: Rehearsal, rank: int, strategy: str, side: str | None) -> None:
     """Take steps of all kinds, as this rank of a sequence."""
-    from train.engine import triton_adamw
-
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    sp = imagine_ranks(rank, run.size, run.inner, side)
+    data = _Examples(run.many_documents is not None, run.examples())
+    tokens = data.ends[0][-1]
+    sp = ahead.imagine_ranks(rank, run.size, run.inner, side)
     if run.layout != "auto":
         sp = sp.with_layout(run.layout)
     # not within `device`: torch looks for its own torch.empty there, which is replaced meanwhile
     model = CPM(run.small, sp, **run.attention | {"strategy": strategy}).to(device, run.dtype)
     for mixer in (block.self_attn for block in model.layers):
         if isinstance(mixer, BurstAttention):  # as many stages and passes as in the run
-            count = mixer.kind.group_bytes * run.tokens // run.seq_len
-            mixer.kind = dataclasses.replace(mixer.kind, group_bytes=max(count, 1))
-    ends, apart = run.examples(), run.many_documents is not None
-    chunk = run.tokens // run.count if run.chunks > 1 else None
+            count = mixer.kind.group_bytes * tokens // run.seq_len
+            mixer.kind = replace(mixer.kind, group_bytes=max(count, 1))
+    chunk = tokens // min(run.chunks, _CHUNKS) if run.chunks > 1 else None
+    settings = SimpleNamespace(seq_len=tokens, layout=run.layout, tokens_of_chunk=chunk)
     dist.init_process_group("fake", rank=rank, world_size=run.size, store=FakeStore())
     try:
-        for rows in {min(run.rows, 2), 1} if apart else {min(run.rows, 2)}:
-            settings: Any = SimpleNamespace(
-                seq_len=run.tokens,
-                batch_size=rows,
-                micro_batch_size=rows,
-                layout=run.layout,
-                tokens_of_chunk=chunk,
-            )
-            batches = Batches(settings, run.small, sp, device)
-            for _, batch in batches.of_rows(_Examples(documents=apart, ends=ends)):
+        for rows in {min(run.rows, 2), 1} if data.documents else {min(run.rows, 2)}:
+            settings.batch_size = settings.micro_batch_size = rows
+            batches: Any = Batches(settings, run.small, sp, device)
+            for _, batch in batches.of_rows(data):
                 for part in batch.losses_by_part(model):
                     if part:
                         part[0].backward()
@@ -205,6 +163,12 @@ def take_steps(run: Rehearsal, rank: int, strategy: str, side: str | None) -> No
             batch.losses(model)
     finally:
         dist.destroy_process_group()
+    _update_weights(run, device)
+
+
+def _update_weights(run: Rehearsal, device: torch.device) -> None:
+    from train.engine import triton_adamw
+
     master = torch.empty(16, device=device)
     weight = master.to(run.dtype) if run.engine == "bmtrain" else None
     numbers = Update(1e-3, 1, 1.0, (0.9, 0.95), 1e-8, 0.1)
@@ -228,7 +192,7 @@ def warm(
     """
     if device.type != "cuda" or not isinstance(inputs.model, CPMConfig):
         return []
-    settle_keys(*_MODULES)
+    ahead.settle_keys(*_MODULES)
     line, failed = "", False
     if int(os.environ.get("LOCAL_RANK", 0)) == 0:
         try:
@@ -242,14 +206,15 @@ def warm(
 def _compile(run: Rehearsal, watchdog: Watchdog) -> str:
     """Compile the kernels of a run. Return a line for the log."""
     gpus, began = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), time.monotonic()
+    arguments = run.arguments(), run.seq_len, gpus, _MODULES
     reports = 0
-    for count in compile_kernels(take_steps, run.arguments(), run.seq_len, gpus, _MODULES):
-        watchdog.alive("compiling kernels")
+    for count in ahead.compile_kernels(take_steps, *arguments):
         reports += 1
+        watchdog.alive("compiling kernels")
         # the other ranks wait without a sign of life
         if (seconds := time.monotonic() - began) > min(_MOST_SECONDS, watchdog.timeout / 2):
             raise TimeoutError(f"{counted(count, 'kernel')} took more than {seconds:.0f} s")
-    seconds, places = time.monotonic() - began, " and ".join(map(str, find_folders()))
+    places = " and ".join(map(str, ahead.find_folders()))
     if reports == 1:
         return f"found {counted(count, 'compiled kernel')} in {places}"
     return f"compiled {counted(count, 'kernel')} in {seconds:.1f} s; kept in {places}"
@@ -260,8 +225,8 @@ def find_facts(
 ) -> Rehearsal:
     """Return the facts of a run that its kernels depend on."""
     data, chunk = inputs.training, config.tokens_of_chunk
-    most = _count_documents(data)
     assert isinstance(inputs.model, CPMConfig), "others are left out"
+    many = rows * _count_documents(data) >= _MANY_DOCUMENTS if data.documents else None
     return Rehearsal(
         model=inputs.model,
         attention=config.attention,
@@ -271,19 +236,19 @@ def find_facts(
         rows=rows,
         size=sp.size,
         inner=sp.rings.inner.size,
-        many_documents=most is None or most * rows >= _MANY_DOCUMENTS if data.documents else None,
+        many_documents=many,
         chunks=1 if chunk is None else -(-config.seq_len // chunk),
         engine=choose_engine(config, device),
     )
 
 
-def _count_documents(data: Source) -> int | None:
-    """Return the most documents of some rows, or None if rows cannot be read in any order."""
-    most = 0
-    for source in parts(data).values() if data.documents else ():
+def _count_documents(data: Source) -> float:
+    """Return the most documents of some rows, or inf if rows cannot be read in any order."""
+    found = [1.0]
+    for source in parts(data).values():
         if not isinstance(source, Stored):
-            return None
-        for i in range(min(_SAMPLED_ROWS, len(source))):
-            row = source.read(i * len(source) // _SAMPLED_ROWS)
-            most = max(most, len(row.documents) - 1)
-    return most
+            return math.inf
+        count = min(_SAMPLED_ROWS, len(source))
+        rows = (source.read(i * len(source) // _SAMPLED_ROWS) for i in range(count))
+        found += [len(row.documents) - 1 for row in rows]
+    return max(found)
