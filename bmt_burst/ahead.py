@@ -40,6 +40,7 @@ from .kernels import fa4, installed
 from .merging.merge import empty_lse
 from .ranks.rings import Rings
 from .ranks.sequence_parallel import SequenceParallel
+from .transport import ALONE, Transport
 from .transport.imagined import ImaginedRing
 
 KERNELS = (  # the modules of all Triton kernels of a step without biases
@@ -104,7 +105,7 @@ def imagine_ranks(
     inner = inner or size
     if size == 1:
         return SequenceParallel()
-    within = ImaginedRing(rank % inner, inner, side)
+    within: Transport = ImaginedRing(rank % inner, inner, side) if inner > 1 else ALONE
     if inner == size:
         return SequenceParallel(rank, size, process_group=within)
     double = Rings(within, ImaginedRing(rank // inner, size // inner, side), double=True)

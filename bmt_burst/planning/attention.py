@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels, strategies
+from ..ahead import imagine_ranks
 from ..base.dtypes import accumulator_dtype
 from ..bias.kernels import load
 from ..bias.scores import Scores
@@ -22,7 +23,6 @@ from ..sparse import InfLLMV2
 from ..spec import Spec
 from ..strategies import Problem, Sizes
 from ..strategies.compute import Keys, QueryGradients
-from ..transport import ALONE
 from ..transport.imagined import ImaginedRing
 from .ledger import META, Ledger
 
@@ -214,10 +214,7 @@ def _reserve(shape: AttentionShape) -> Rings:
     """Return imagined rings that hold what the calls of a step receive. Not all of many chunks are
     tried. With more keys a chunk may send queries, and receive less than an earlier one.
     """
-    double = shape.inner != shape.ranks
-    inner = ImaginedRing(0, shape.inner) if shape.inner > 1 else ALONE
-    outer = ImaginedRing(0, shape.ranks // shape.inner) if double else ALONE
-    rings = Rings(inner, outer, double)
+    rings = imagine_ranks(0, shape.ranks, shape.inner).rings
     if shape.chunk is None:
         problems = [_make_problem(shape)]
     else:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..calls.autograd import Past
 from ..lightning.memory import Lightning
@@ -63,24 +64,26 @@ class PlannedPart(WholeSequence):
         """The memory of chunks: the keys and values of layers, and sums of their gradients."""
         return [x for memory in self._memories.values() for x in (*memory.kept, *memory.sums)]
 
-    def open_memory(self, layer: int, kind: Kind, q: Tensor, k: Tensor) -> None:
-        """Allocate the memory of a layer for all chunks. q (B, S, H, D) and k (B, S, G, D) are of
-        one chunk.
-        """
-        tokens = q.shape[1]
-        chunks = Layout.chunks(CHUNKS * tokens, 1, tokens)
-        room = Room(layer, self.sp, (Mask.causal(CHUNKS * tokens),), chunks)
-        memory = kind.memory(room, q, k, k)
-        assert isinstance(memory, KeyMemory), "of softmax attention"
-        self._memories[layer] = memory
+    def _open_memory(self, layer: int, kind: Kind, q: Tensor, k: Tensor) -> KeyMemory:
+        """Return the memory of a layer for all chunks, which the ledger does not count."""
+        if layer not in self._memories:
+            length, tokens = CHUNKS * q.shape[1], q.shape[1]
+            chunks = Layout.chunks(length, 1, tokens)
+            with _disable_current_modes():
+                memory = kind.memory(Room(layer, self.sp, (Mask.causal(length),), chunks), q, k, k)
+                assert isinstance(memory, KeyMemory), "of softmax attention"
+                self.ledger.ignore(*memory.kept, *memory.sums)
+            self._memories[layer] = memory
+        return self._memories[layer]
 
     def mix(self, layer: int, kind: Any, q: Tensor, k: Tensor, v: Tensor, *tensors: Any) -> Tensor:
         """Allocate what the attention of a layer does. Return its result."""
         if isinstance(kind, Lightning):
             return _PassStates.apply(q, k, v, self)
         inputs = [x for x in tensors if x is not None]  # by which sparse attention chooses
-        memory, past = self._memories.get(layer), None
-        if memory is not None:
+        past = None
+        if self.chunked:
+            memory = self._open_memory(layer, kind, q, k)
             turn = Turn(CHUNKS - 1, True, True, True, None, lambda: None)
             past = memory.put(turn, *(k, v, *inputs[1:])[: len(memory.kept)])
             inputs = inputs[:1]

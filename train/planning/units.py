@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from bmt_burst.loss import tile_tokens
-from bmt_burst.nn import BurstAttention
 from bmt_burst.offload import LEAST_BYTES, Offload, Parked
 from bmt_burst.planning import CHUNKS, META, Ledger, PlannedPart, Work
 from models.blocks import Saving
@@ -120,10 +119,6 @@ def _run(shape: Shape, tokens: int) -> Unit:
     with META:
         start = torch.empty(1, requires_grad=True)
         tables = tuple(torch.empty(tokens, shape.model.head_dim // 2) for _ in ("cos", "sin"))
-    if shape.chunked and shape.layers:
-        _open_memories(part, model, shape, tokens)
-    kept = part.kept
-    ledger.ignore(*kept)
     ledger.ignore(start, *tables, *model.parameters())
     ledger.ignore(*(p.grad for p in model.parameters() if p.grad is not None))
     with ledger:
@@ -152,7 +147,7 @@ def _run(shape: Shape, tokens: int) -> Unit:
         forward_work=forward_work,
         backward_work=ledger.work,
         runs=part.runs,
-        kept_of_token=sum(x.nbytes for x in kept) // (CHUNKS * shape.batch * tokens),
+        kept_of_token=sum(x.nbytes for x in part.kept) // (CHUNKS * shape.batch * tokens),
     )
 
 
@@ -175,18 +170,6 @@ def _build(shape: Shape, offload: PlannedOffload) -> CPM:
     for p in model.parameters():
         p.grad = torch.empty_like(p)
     return model
-
-
-def _open_memories(part: PlannedPart, model: CPM, shape: Shape, tokens: int) -> None:
-    """Allocate what layers with softmax attention keep of all chunks."""
-    config = model.config
-    q, k = (
-        torch.empty(shape.batch, tokens, heads, config.head_dim, dtype=shape.dtype, device=META)
-        for heads in (config.num_heads, config.num_kv_heads)
-    )
-    for layer, block in enumerate(model.layers):
-        if isinstance(block.self_attn, BurstAttention):
-            part.open_memory(layer, block.self_attn.kind, q, k)
 
 
 def _compute_loss(model: CPM, x: Tensor, ledger: Ledger) -> Tensor:
