@@ -14,6 +14,7 @@ from tests.preparing import write_tokens
 from tests.test_readme import blocks
 from train.data.tokenizer import ByteTokenizer
 from train.settings.config import TrainConfig
+from train.settings.options import read_values
 
 PAGE = ROOT / "docs/slurm.md"
 # As on two hosts, srun starts the command twice, and fails if one of the two fails.
@@ -38,7 +39,7 @@ def test_every_block_is_bash_and_the_options_are_those_of_a_run():
     for script in scripts:
         subprocess.run(["bash", "-n"], input=script, text=True, check=True)
     [options] = blocks(PAGE, "toml")
-    config = TrainConfig(**tomllib.loads(options))
+    config = TrainConfig(**read_values(tomllib.loads(options), "run.toml"))
     assert (config.model, config.sp_size) == ("minicpm4-8b", 8)
 
 
