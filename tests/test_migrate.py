@@ -115,6 +115,6 @@ def test_scripts_compute_what_one_process_does_on_gpus(package, after, tmp_path)
 def test_examples_of_models_are_pointed_to(name):
     """Which tests/test_transformers.py and tests/test_model_center.py run."""
     there, here = (f"examples/{name}_{when}.py" for when in ("before", "after"))
-    assert f"diff {there} {here}\n" in PAGE
+    assert f"`diff {there} {here}`" in PAGE
     assert "bmt_burst.adapters" not in (ROOT / there).read_text()
     assert "enable(" in (ROOT / here).read_text()
