@@ -52,10 +52,10 @@ CASES = [
     (DENSE, (2, 3), 0, None, (3, 1, 190, 1, 4), "zigzag"),
     (WINDOWED, (3,), 70, 31, (1, 1, 30, 1, 80, 1, 1, 5), "contiguous"),
     (WINDOWED, (1, 4), 40, 9, (1,) * 20, "striped"),
-    (SPARSE, (1, 3), 260, 70, (1, 5, 1, 60, 1), "zigzag"),
-    (SPARSE, (4,), 300, None, (1, 1, 1), "striped"),
+    (SPARSE, (1, 3), 150, 40, (1, 5, 1, 60, 1), "zigzag"),
+    (SPARSE, (4,), 160, None, (1, 1, 1), "striped"),
     (SPARSE, (2,), 60, 30, (20, 20, 1), "zigzag"),
-    (NOPE, (3,), 260, 70, (1, 5, 1), "zigzag"),
+    (NOPE, (3,), 150, 40, (1, 5, 1), "zigzag"),
     (NOPE, (2,), 0, None, (60, 40, 1), "zigzag"),
     (NOPE, (2,), 60, 30, (20, 20, 1), "zigzag"),
 ]
@@ -279,17 +279,17 @@ def test_wrong_use_raises_on_all_ranks(case):
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_prefill_that_failed_may_start_again(size):
     """What the first attempt kept, also for the choice of sparse attention, does not count."""
-    tokens = torch.randint(0, 40, (1, 270), generator=torch.Generator().manual_seed(5))
+    tokens = torch.randint(0, 40, (1, 150), generator=torch.Generator().manual_seed(5))
 
     @torch.no_grad()
     def work(sp):
-        model, cache = build(SPARSE, sp), Cache(sp, 3, 270)
-        for first in cache.prefill(260, 100):
-            model(first.shard(tokens), first.shard(torch.arange(260), 0), cache=first)
+        model, cache = build(SPARSE, sp), Cache(sp, 3, 150)
+        for first in cache.prefill(140, 60):
+            model(first.shard(tokens), first.shard(torch.arange(140), 0), cache=first)
             break
-        return generate(model, cache, tokens, 260, 70, (1,) * 10)
+        return generate(model, cache, tokens, 140, 40, (1,) * 10)
 
-    whole = build(SPARSE)(tokens, torch.arange(270))[:, 259:]
+    whole = build(SPARSE)(tokens, torch.arange(150))[:, 139:]
     for logits in on_ranks(size, work):
         assert (logits - whole).abs().max() / whole.abs().max() < LARGEST
 

@@ -99,16 +99,16 @@ def on_ranks(size: int, work):
     return simulate(size, lambda ring: work(SequenceParallel(ring.rank, size, process_group=ring)))
 
 
-DOCUMENTS = Mask.documents((0, 61, 68, 69, 240))
+DOCUMENTS = Mask.documents((0, 61, 68, 69, 190))
 CASES = [
     # config, ranks, masks, tokens of a chunk, layout, saving
     (DENSE, 4, [Mask.documents((0, 20, 64)), Mask.causal(64)], 22, "zigzag", "none"),
-    (SCALED, 1, DOCUMENTS, 70, "zigzag", "selective"),
+    (SCALED, 1, DOCUMENTS, 60, "zigzag", "selective"),
     (SCALED, 3, [Mask.causal(80), Mask.documents((0, 41, 80))], 40, "contiguous", "full"),
-    (SPARSE, 2, DOCUMENTS, 50, "contiguous", "none"),
-    (SPARSE, 3, [Mask.causal(240), DOCUMENTS], 80, "zigzag", "selective"),
-    (NOPE, 1, Mask.causal(300), 70, "zigzag", "selective"),
-    (NOPE, 3, [Mask.causal(240), DOCUMENTS], 80, "zigzag", "full"),
+    (SPARSE, 2, DOCUMENTS, 40, "contiguous", "none"),
+    (SPARSE, 3, [Mask.causal(190), DOCUMENTS], 64, "zigzag", "selective"),
+    (NOPE, 1, Mask.causal(200), 50, "zigzag", "selective"),
+    (NOPE, 3, [Mask.causal(190), DOCUMENTS], 64, "zigzag", "full"),
     (
         WINDOWED,
         4,
@@ -117,7 +117,7 @@ CASES = [
         "zigzag",
         "none",
     ),
-    (SPARSE, 3, [Mask.documents((0, 80, 240)), DOCUMENTS], 60, "striped", "full"),
+    (SPARSE, 3, [Mask.documents((0, 60, 190)), DOCUMENTS], 48, "striped", "full"),
 ]
 
 

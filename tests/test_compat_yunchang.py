@@ -28,7 +28,8 @@ from tests.reference import dense_results, relative_error, size_of_terms
 KINDS = ("basic", "strip", "zigzag")
 TOKENS = 24
 ROUNDING = 1e-12  # of fp64, relative to the whole tensor
-DEGREES = [(4, 1), (2, 2), (1, 4)]  # of Ulysses and the ring, on four ranks
+# degrees of Ulysses and the ring, on four ranks, and whether neighbours share a sequence by Ulysses
+GRIDS = [(4, 1, True), (2, 2, True), (2, 2, False), (1, 4, True)]
 
 
 def own_tokens(kind, tokens, ulysses, ring, rank, low):
@@ -63,7 +64,7 @@ def error(layer, mask, extract, **options):
 def hybrid(rank):
     """Return the errors of every case, and check what is extracted."""
     found, causal, full = [alone(rank)], Mask.causal(TOKENS), Mask.full(TOKENS)
-    for (ulysses, ring), kind, low in itertools.product(DEGREES, KINDS, (True, False)):
+    for (ulysses, ring, low), kind in itertools.product(GRIDS, KINDS):
         set_seq_parallel_pg(ulysses, ring, rank, 4, low)
         assert (PROCESS_GROUP.ULYSSES_PG.size(), PROCESS_GROUP.RING_PG.size()) == (ulysses, ring)
         own = own_tokens(kind, TOKENS, ulysses, ring, rank, low)

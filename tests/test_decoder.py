@@ -6,7 +6,6 @@ would read: the memory that was there when it was made. tests/test_gpu_chunks.py
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import re
 from contextlib import contextmanager
@@ -180,7 +179,7 @@ def test_wrong_tokens_on_one_rank_are_refused_on_all(wrong, got):
 
 
 def test_a_model_that_no_graph_can_hold_is_reported():
-    model, cache = build(dataclasses.replace(DENSE, num_layers=3)), Cache(None, 3, LIMIT)
+    model, cache = build(DENSE), Cache(None, 3, LIMIT)
     with torch.no_grad():
         fill(model, cache, 60)
 

@@ -115,7 +115,7 @@ def short_lists(monkeypatch):
     monkeypatch.setattr(tiles, "_PARTS", 1 << 30)
 
 
-@pytest.mark.parametrize(("heads", "seed"), [(1, 0), (3, 1), (16, 0), (16, 1)])
+@pytest.mark.parametrize(("heads", "seed"), [(1, 0), (3, 1), (16, 0)])
 def test_far_kernels_equal_torch(seed, heads, short_lists):
     chance = random.Random(seed * 100 + heads)
     lengths = chance.sample([1, 9, 30, 60], 3)

@@ -105,7 +105,7 @@ each_subject = pytest.mark.parametrize("subject", SUBJECTS)
 
 def calls_of(subject: Subject) -> dict[str, KernelCall]:
     """Return calls of every kind, fewer where they are slow."""
-    few = "documents", "a window of documents", "causal tiles of fewer keys"
+    few = "documents", "causal tiles of fewer keys"
     return {name: CALLS[name] for name in few} if subject.is_interpreted else CALLS
 
 
