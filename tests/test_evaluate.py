@@ -7,6 +7,7 @@ import math
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -349,7 +350,7 @@ def test_a_run_is_evaluated_in_training_and_afterwards(folder, data, tmp_path):
     assert ended == 2 and f"--before {output} read other texts: expected begin token 1" in printed
 
 
-def test_what_cannot_be_evaluated_is_refused(folder, data, capsys):
+def test_what_cannot_be_evaluated_is_refused(folder, data, capsys, monkeypatch):
     assert "either --run or --init-from" in refused(capsys)
     assert "either --run or --init-from" in refused(capsys, "--run", "a", "--init-from", "b")
     assert "--model is for --init-from, got --run" in refused(capsys, "--run", "a", "--model", "b")
@@ -371,4 +372,8 @@ def test_what_cannot_be_evaluated_is_refused(folder, data, capsys):
     assert "--lengths must be at least --sp-size 2, got 1" in printed
     printed = evaluate(folder, "trained", "short", *NEEDLE, "--lengths", "40,9", code=2)
     assert "evaluate.py: a text of 9 tokens is too short for the task needle" in printed
+    monkeypatch.setattr(script.os, "access", lambda *_: False)
+    sealed = SimpleNamespace(_choose_output=lambda: folder / "sealed/short")
+    with pytest.raises(ValueError, match="/sealed is not writable: give another --output"):
+        script.Evaluation._check_output(sealed)
     assert not list(folder.glob("*short*"))

@@ -215,6 +215,7 @@ class Evaluation:
         # a micro-batch for each data parallel group
         size, groups = config.micro_batch_size or 1, max(1, ranks.world_size() // config.sp_size)
         self.config = dataclasses.replace(config, micro_batch_size=size, batch_size=size * groups)
+        ranks.on_first(self._check_output)
         sp = ranks.together(lambda: make_groups(self.config))
         self.grid = ranks.together(self._choose_grid)
         watchdog.alive("building the model")
@@ -259,7 +260,6 @@ class Evaluation:
             "texts": self._describe_texts(),
         }
         output, before = self._choose_output(), self.request.before
-        output.parent.mkdir(parents=True, exist_ok=True)
         with write_aside(output) as folder:
             values = write_report(folder, about, results)
             if before:
@@ -303,6 +303,13 @@ class Evaluation:
         given = "--lengths" if "lengths" in self.request.grid else "--seq-len"
         warn_of_length(self.config, self.trained.model, given)
         return grid
+
+    def _check_output(self) -> None:
+        """Make the folder of the report. Raises ValueError if it cannot be written to."""
+        folder = self._choose_output().parent
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise ValueError(f"{folder} is not writable: give another --output")
 
     def _choose_output(self) -> Path:
         """Return --output, or a folder that does not exist."""

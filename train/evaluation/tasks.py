@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -228,9 +229,7 @@ def _bins_to_dict(by_length: dict[int, list[Bin]]) -> dict[str, Any]:
     rows = [
         {
             "length": length,
-            "start": b.start,
-            "stop": b.stop,
-            "targets": b.targets,
+            **dataclasses.asdict(b),
             "loss": b.loss if b.targets else None,
             "perplexity": b.perplexity if math.isfinite(b.perplexity) else None,
         }
