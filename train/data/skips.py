@@ -42,11 +42,8 @@ class Skips:
         if given in self.ranges:
             return self
         start, end = given
-        named, read, last = (
-            f"--skip-data {start}:{end}",
-            self.end(samples),
-            self.end(samples + remaining),
-        )
+        named = f"--skip-data {start}:{end}"
+        read, last = self.end(samples), self.end(samples + remaining)
         if start < read:
             raise ValueError(
                 f"{named} has sequences that were read already: the checkpoint has read the first "
