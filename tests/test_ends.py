@@ -18,10 +18,10 @@ from train.cpm_live.batches import LiveBatches
 from train.cpm_live.tokenizers import AntGreedyTokenizer
 from train.data.batches import Batches
 from train.data.skips import Skips
-from train.loop import time_limit
+from train.loop import saves
 from train.loop.measure import Clock
+from train.loop.saves import TimeLimit
 from train.loop.stages import parse_run
-from train.loop.time_limit import TimeLimit
 from train.settings.config import TrainConfig
 from train.settings.facts import parse_duration
 
@@ -201,8 +201,8 @@ def clock(monkeypatch) -> SimpleNamespace:
     """A clock that stands still, of a command that started 100 s before."""
     clock = SimpleNamespace(now=0.0)
     fake = SimpleNamespace(monotonic=lambda: clock.now)
-    monkeypatch.setattr(time_limit, "time", fake)
-    monkeypatch.setattr(time_limit, "running_time", lambda: clock.now + 100.0)
+    monkeypatch.setattr(saves, "time", fake)
+    monkeypatch.setattr(saves, "running_time", lambda: clock.now + 100.0)
     return clock
 
 
@@ -216,8 +216,8 @@ def test_a_run_stops_while_two_steps_and_a_save_fit(clock):
     limit.note_save(40)
     limit.note_save(10)
     needed = 2 * 20 + 1.25 * 40 + 5
-    for writing, saves in ((False, 0), (True, 1)):
-        clock.now = 500 - needed - saves * 1.25 * 40 - 0.1
+    for writing, count in ((False, 0), (True, 1)):
+        clock.now = 500 - needed - count * 1.25 * 40 - 0.1
         assert not limit.is_late(writing)
         clock.now += 0.2
         assert limit.is_late(writing)
@@ -234,10 +234,10 @@ def test_the_limit_counts_from_the_start_of_the_command(monkeypatch):
     """Of this process, or of the one that started the ranks."""
     monkeypatch.delenv("BMT_BURST_LAUNCHER", raising=False)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    mine = time_limit.running_time()
+    mine = saves.running_time()
     assert time.process_time() < mine
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    assert time_limit.running_time() > mine
+    assert saves.running_time() > mine
 
 
 def test_a_run_saves_once_to_know_its_time_and_stops_in_time(

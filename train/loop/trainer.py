@@ -23,9 +23,8 @@ from train.loop.measure import Clock, LossSums, StepWork, count_work, mean_losse
 from train.loop.metrics import Metrics, NoMetrics
 from train.loop.profiling import Profiler
 from train.loop.progress import is_due, learning_rate, optimize
-from train.loop.saves import Saves, Stopping
+from train.loop.saves import Saves, Stopping, TimeLimit
 from train.loop.state import begin, describe_identity, describe_run, make_state
-from train.loop.time_limit import TimeLimit
 from train.loop.wandb_run import WandbRun, check_installed
 from train.registry import load
 from train.run.output_folder import check_shared
