@@ -559,6 +559,10 @@ def test_a_dry_run_plans_its_own_options(capsys, monkeypatch, tmp_path):
     out = capsys.readouterr().out
     assert "stage 1, 4k" in out
     assert "sequences of 32,768 tokens" in out
+    # eight sequences do not fit at once, and one does
+    [recommended] = [line for line in out.splitlines() if line.startswith("torchrun")]
+    assert "--micro-batch-size 1" in recommended
+    assert "--offload" not in recommended
     assert dry_run(["--dry-run", "--sp-size", "3"]) == 2
     refused = "pretrain.py: --sp-size 3 does not divide the number of GPUs, 1\n"
     assert capsys.readouterr().err == refused

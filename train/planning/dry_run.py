@@ -60,7 +60,8 @@ def _report(config: TrainConfig) -> str:
     given = with_options(planned, checkpointing_blocks=config.checkpointing_blocks)
     parts += [f"longest sequence with these options: {find_longest(given):,} tokens"]
     if not planned.fits:
-        parts += [advice(planned, recommend(planned))]
+        single = with_options(planned, micro_batch_size=config.micro_batch_size or 1)
+        parts += [advice(planned, recommend(single))]
     if not torch.cuda.is_available():
         parts += ["This machine has no GPU: memory and rates are those of an H200."]
     return "\n\n".join(parts)
