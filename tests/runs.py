@@ -40,7 +40,9 @@ def make_settings(folder: Path) -> dict:
 def train(settings: dict, stop: SimpleNamespace | None = None, **options) -> bool:
     """Run a trainer to its end. Return whether nothing is left to do."""
     stop = stop or SimpleNamespace(received=False)
-    watchdog = SimpleNamespace(alive=lambda doing: None, write_to=lambda folder: None)
+    watchdog = SimpleNamespace(
+        alive=lambda doing: None, quiet=lambda: None, write_to=lambda folder: None
+    )
     trainer = Trainer(TrainConfig(**settings | options), torch.device("cpu"), stop, watchdog)
     try:
         return trainer.run()

@@ -3,6 +3,7 @@ loss that jumps.
 """
 
 import json
+import time
 
 import pytest
 
@@ -10,6 +11,7 @@ from tests.launcher import ROOT, run_script
 from tests.runs import records
 from tests.test_train import command, curve, folder  # noqa: F401 - a fixture
 from train.loop.metrics import Metrics
+from train.run import watchdog
 from train.run.watchdog import EXIT_CODE
 
 PATCHED = """
@@ -57,6 +59,28 @@ def faulty(folder, output, fault, when, everywhere="pass", **options):  # noqa: 
     )
     [_, _, *flags] = command(folder, output, sp_size=2, batch_size=1, micro_batch_size=1, **options)
     return script, *flags
+
+
+def test_the_first_rank_prints_what_takes_long_until_it_prints_progress(monkeypatch, capfd):
+    monkeypatch.setattr(watchdog, "_TICK", 0.01)
+    monkeypatch.setattr(watchdog, "_SILENT", 0.05)
+    ranks = [watchdog.Watchdog(rank, 60.0) for rank in range(2)]
+
+    def work(doing: str) -> str:
+        for rank in ranks:
+            rank.alive(doing)
+        time.sleep(0.3)
+        return capfd.readouterr().err
+
+    assert work("building the model") == "building the model: 0 s so far\n"
+    assert work("building the model") == "", "once"
+    assert work("step 1") == "step 1: 0 s so far\n"
+    ranks[0].quiet()
+    assert work("step 2") == ""
+    for rank in ranks:
+        rank.close()
+    with watchdog.telling("reading weights"):
+        assert work("") == "reading weights: 0 s so far\n"
 
 
 @pytest.mark.slow

@@ -33,6 +33,7 @@ from train.checkpoints.beside import carry_over
 from train.data.end_of_text import listed
 from train.data.tokenizer import Tokenizer
 from train.loop import resume
+from train.run.watchdog import telling
 from train.settings.kinds import config_of, kind_of
 from train.settings.settings import DTYPES
 from train.trained.hf_tokenizer import save_for_transformers
@@ -140,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise ValueError(f"{args.output} exists: give another --output")
         path = checkpoint.find(args.run)
         saved, tokenizer = checkpoint.Checkpoint(path), checkpoint_tokenizer(path)
-        with write_aside(args.output) as folder:
+        with write_aside(args.output) as folder, telling(f"writing {args.output}"):
             if args.format == "bmtrain":
                 export_bmtrain(saved, tokenizer, folder, dtype)
                 notes = []

@@ -47,7 +47,7 @@ from train.registry import load
 from train.run import ending
 from train.run.distributed import choose_device, init_distributed, rank_timeout
 from train.run.launch import launch
-from train.run.watchdog import Watchdog
+from train.run.watchdog import Watchdog, telling
 from train.settings.config import TrainConfig
 from train.settings.kinds import ModelConfig, config_of, kind_of
 from train.settings.options import add_options
@@ -255,7 +255,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = request.config
         if "RANK" not in os.environ and config.processes == 1:
             device = choose_device(config.device)
-            request.answer(*request.open(device), Speed())
+            with telling("reading weights"):
+                opened = request.open(device)
+            with telling("computing the text"):
+                request.answer(*opened, Speed())
             return 0
     except (ValueError, OSError, checkpoint.CheckpointError) as error:
         parser.fail(error)

@@ -129,6 +129,7 @@ class Trainer:
             stopping = not self.evaluations.run(progress.step, self.metrics)
         while progress.step < config.last_step and not stopping:
             stopping = self._train_step()
+            self.watchdog.quiet()
             saves = self.stopping.save_wanted or is_due(progress.step, config.save_every)
             if self._is_last() or (saves and not progress.skips_in_a_row):
                 self._save()

@@ -208,6 +208,7 @@ def _compile(run: Rehearsal, watchdog: Watchdog) -> str:
     gpus, began = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), time.monotonic()
     arguments = run.arguments(), run.seq_len, gpus, _MODULES
     reports = 0
+    watchdog.alive("compiling kernels")
     for count in ahead.compile_kernels(take_steps, *arguments):
         reports += 1
         watchdog.alive("compiling kernels")

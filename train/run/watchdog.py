@@ -1,4 +1,5 @@
-"""A watchdog that ends a run that hangs, with the stacks of every rank.
+"""A watchdog that ends a run that hangs, with the stacks of every rank. While a run starts, it
+prints what takes long.
 
 After `timeout` seconds without a sign of life, it writes the stacks of all threads to stderr and,
 once there is one, to a file. Then it ends the process with code 3, as on all ranks that hang.
@@ -11,15 +12,30 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
-from train.base.files import leave_reason
+from train.base.files import leave_reason, print_error
 
 EXIT_CODE = 3
 _TICK = 1.0  # seconds between checks, at most
+_SILENT = 3.0  # seconds after which rank 0 prints what it does
 # Seconds until faulthandler acts too. Its thread does not need the interpreter's lock.
 _GRACE = 30.0
+
+
+@contextmanager
+def telling(doing: str) -> Iterator[None]:
+    """Return a context that prints what this process does if it takes long."""
+    timer = threading.Timer(_SILENT, print_error, [f"{doing}: {_SILENT:.0f} s so far"])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 class Watchdog:
@@ -35,6 +51,8 @@ class Watchdog:
         self.last_words = ""
         self._file: TextIO | None = None
         self._over = threading.Event()
+        self.doing, self._began = "", 0.0
+        self._told = "" if rank == 0 else None  # what was printed last, None: no more is printed
         self.alive("start")
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
@@ -46,10 +64,16 @@ class Watchdog:
 
     def alive(self, doing: str) -> None:
         """Give a sign of life. `doing` is what the rank does next."""
-        self.doing, self._since = doing, time.monotonic()
+        self._since = time.monotonic()
+        if doing != self.doing:
+            self.doing, self._began = doing, self._since
         faulthandler.dump_traceback_later(
             self.timeout + _GRACE, exit=True, file=self._file or sys.stderr
         )
+
+    def quiet(self) -> None:
+        """Print no more what the rank does, since the run prints its progress."""
+        self._told = None
 
     def close(self) -> None:
         """Stop watching. Remove the file if it is empty."""
@@ -67,6 +91,10 @@ class Watchdog:
             waited = time.monotonic() - self._since
             if waited > self.timeout:
                 self._end_run(waited)
+            seconds = time.monotonic() - self._began
+            if self._told not in (None, self.doing) and seconds > _SILENT:
+                self._told = self.doing
+                print_error(f"{self.doing}: {seconds:.0f} s so far")
 
     def _end_run(self, waited: float) -> None:
         where = f"; stacks in {self._file.name}" if self._file else ""
