@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 # which of the release's 32 layers have lightning attention
 RELEASED_MIXERS = [
@@ -83,12 +83,6 @@ SMALL = RELEASED | {
     "mixer_types": ["minicpm4", "lightning-attn", "lightning-attn", "minicpm4", "lightning-attn"],
     "eos_token_id": [2, 319],
 }
-
-
-def released_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Return a CPM's weights in fp64, by the released names."""
-    weights = {name: x.detach().double() for name, x in model.named_parameters()}
-    return {name if name == "lm_head.weight" else f"model.{name}": x for name, x in weights.items()}
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
