@@ -1,0 +1,76 @@
+"""Kernels that are compiled before a first step: once, and again if anything they depend on
+changed.
+"""
+
+import os
+
+import pytest
+import torch
+
+from bmt_burst import ahead, burst_attn_func
+from bmt_burst.kernels import fa4
+from tests.test_warming import fake_kernel
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The folder of kernels, as if there were a GPU with memory for one process."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2 << 30, 0))
+    monkeypatch.setattr(ahead, "installed", lambda module: True)
+    monkeypatch.setattr(fa4, "cache_folder", lambda: tmp_path / "fa4")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    return tmp_path
+
+
+def call_once(place):
+    """Steps that call FlashAttention-4 once. What compiles the call notes it in a file."""
+
+    def compute(q, *_, **options):
+        with open(place, "a") as file:
+            file.write(f"{tuple(q.shape)}\n")
+        return q, q.new_zeros(q.shape[0], q.shape[2], q.shape[1])
+
+    if place is None:
+        raise RuntimeError("out of memory")
+    if place == "killed":
+        os._exit(9)
+    fa4.functions = lambda: (compute, compute)
+    fake_kernel(setattr)
+    q = torch.zeros(1, 300, 2, 64, dtype=torch.bfloat16)
+    burst_attn_func(
+        q, q, q, causal=True, flash="fa4", process_group=ahead.imagine_ranks(0, 1).process_group
+    )
+
+
+def call_again(place):
+    """Other steps with the same arguments."""
+    call_once(place)
+
+
+def compile_calls(*places, steps=call_once, tokens=300):
+    counts = [*ahead.compile_kernels(steps, [(place,) for place in places], tokens)]
+    return counts[-1], len(counts)
+
+
+def test_kernels_are_compiled_once(folder):
+    place = str(folder / "calls")
+    assert compile_calls(place, place)[0] == 1
+    assert (folder / "calls").read_text() == "(1, 300, 2, 64)\n", "the noted call launched nothing"
+    assert compile_calls(place, place) == (1, 1), "marks say that it is on disk"
+    [first] = [mark.name for mark in (folder / "fa4").iterdir()]
+    assert compile_calls(place, place, tokens=400)[1] > 1, "of longer sequences there may be more"
+    assert compile_calls(place, place, steps=call_again)[1] > 1
+    assert compile_calls(place, place) == (1, 1)
+    [mark] = [x for x in (folder / "fa4").iterdir() if x.name == first]
+    mark.unlink()  # as where the kernels were removed
+    assert compile_calls(place, place)[1] > 1
+    with pytest.raises(RuntimeError, match="out of memory"):
+        compile_calls(None)
+    with pytest.raises(RuntimeError, match="a process ended with exit code 9"):
+        compile_calls("killed")
+    (folder / "file").touch()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(folder / "file" / "triton"))
+        with pytest.raises(NotADirectoryError):
+            compile_calls(place)
