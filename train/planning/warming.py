@@ -95,10 +95,10 @@ class Rehearsal:
         """
         tokens = -(-self.seq_len // (self.size * self.chunks))
         tokens *= 1 if self.many_documents is None else self.rows
-        strategies: list[str] = [self.attention["strategy"]]
+        strategies = [self.attention["strategy"]]
         if strategies == ["auto"]:
-            short = 1 < self.size == self.inner and tokens <= _FEW_TOKENS
-            strategies = ["ring", "one-call"] if short else ["ring"]
+            is_short = 1 < self.size == self.inner and tokens <= _FEW_TOKENS
+            strategies = ["ring", "one-call"][: 1 + is_short]
         # a run with more chunks may send the other side
         both = self.size > 1 < self.chunks and self.model.infllm is None
         sample = sorted({0, 1 % self.size, self.size // 2, self.size - 1})
