@@ -470,10 +470,7 @@ def test_broken_scalings_are_refused_by_name(rope, change, message):
 OWN_FACTOR = {**SCALING, "attention_factor": 1.3}  # MiniCPM's own code would not read it
 UNWRITTEN = [
     ({"qkv_bias": True, "window": 5}, "minicpm, minicpm_sala without window=5, qkv_bias=True"),
-    (
-        {"qk_norm": True, "o_bias": True},
-        "granite without o_bias=True, qk_norm=True",
-    ),
+    ({"qk_norm": True, "o_bias": True}, "granite without o_bias=True, qk_norm=True"),
     ({"scale_emb": 1.0, "qk_norm": True, "mlp_bias": True}, "; qwen3 without mlp_bias=True"),
     ({"scale_emb": 1.0, "o_bias": True, "window": 5}, "ministral, smollm3 without o_bias"),
     ({"rope_scaling": OWN_FACTOR, "sparse": InfLLMV2()}, "instead of 1.22474, which follows"),

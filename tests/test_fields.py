@@ -296,9 +296,3 @@ def test_programs_take_accepted_fields(tmp_path, capsys):
     for program in (generate_main, evaluate._parse):
         message = "--accept-field is for --init-from, got --run"
         assert message in refusal(program, "--run", str(tmp_path), *accept)
-
-
-def test_published_files_are_json():
-    """The facts above are values that a file may have."""
-    for hf, _ in PUBLISHED.values():
-        assert json.loads(json.dumps(hf)) == hf

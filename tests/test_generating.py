@@ -213,18 +213,9 @@ def fold_on(rank: int) -> None:
     mask, tokens = folded.mask, folded.tokens
     for wrong, message in (
         ({"mask": "tree"}, "mask must be a Mask of bmt_burst or None, got str"),
-        (
-            {"mask": Mask.causal(4)},
-            f"mask must be of {mask.seq_len} tokens as the rows, got 4",
-        ),
-        (
-            {"mask": mask, "attention_mask": tokens.ne(-1)},
-            "expected mask or attention_mask",
-        ),
-        (
-            {"mask": mask, "labels": tokens},
-            "expected shift_labels, such as the targets of",
-        ),
+        ({"mask": Mask.causal(4)}, f"mask must be of {mask.seq_len} tokens as the rows, got 4"),
+        ({"mask": mask, "attention_mask": tokens.ne(-1)}, "expected mask or attention_mask"),
+        ({"mask": mask, "labels": tokens}, "expected shift_labels, such as the targets of"),
         ({"mask": mask if rank else Mask.causal(mask.seq_len)}, "ranks differ in mask: rank 0 has"),
     ):
         with pytest.raises((TypeError, ValueError, RanksDisagree), match=message):

@@ -88,10 +88,7 @@ def test_a_configuration_has_a_table(tmp_path, capsys):
     )
     assert parse_run(["--config", str(tmp_path / "run.toml")]) == (line, None)
     shares = parse_shares(line.data)
-    assert shares == {
-        "code": ("data/code", Fraction(3, 10)),
-        "b": ("C:/x", Fraction(7, 10)),
-    }
+    assert shares == {"code": ("data/code", Fraction(3, 10)), "b": ("C:/x", Fraction(7, 10))}
     for text, message in (
         ('{"data": {"a": "x:1", "a": "y:1"}}', "expected different names, got 'a' twice"),
         ('{"data": {"a": 1}}', "--data: expected a path for a, got 1"),
