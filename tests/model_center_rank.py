@@ -259,11 +259,7 @@ def after(model, sp, data: dict, **given) -> torch.Tensor:
 
 
 def equality(
-    folder: Path,
-    dtype: str,
-    models: dict[str, list[str] | None],
-    loss_bound: float,
-    bound: float,
+    folder: Path, dtype: str, models: dict[str, list[str] | None], loss_bound: float, bound: float
 ) -> None:
     """Compare losses and each parameter's gradient of models as they are and over all ranks, up to
     relative errors. Print how many calls were compared, by default those of CALLS or all.

@@ -130,10 +130,7 @@ PUBLISHED = {
         | {"layer_types": ["full_attention"] * 36, "dtype": "bfloat16"},
         8_190_735_360,
     ),
-    "TinyLlama": (
-        file_of("llama", "Llama", 32000, 2048, 5632, 22, 32, 4, 2048),
-        1_100_048_384,
-    ),
+    "TinyLlama": (file_of("llama", "Llama", 32000, 2048, 5632, 22, 32, 4, 2048), 1_100_048_384),
     "SmolLM2 135M": (
         file_of("llama", "Llama", 49152, 576, 1536, 30, 9, 3, 8192, is_llama_config=True, **TIED)
         | {"rope_interleaved": False, "transformers.js_config": {"dtype": "q4"}},

@@ -96,11 +96,7 @@ def test_a_product_is_as_near_as_its_rounding_allows(monkeypatch):
     dout = torch.randn(32, 128, generator=generator)
     layer(x).backward(dout)
     w = layer.weight.detach()
-    for found, a, b in (
-        (layer(x), x, w.T),
-        (x.grad, dout, w),
-        (layer.weight.grad, dout.T, x),
-    ):
+    for found, a, b in ((layer(x), x, w.T), (x.grad, dout, w), (layer.weight.grad, dout.T, x)):
         exact, a, b = a @ b, a.abs(), b.abs()
         # a number below the smallest is off by a part of its row's or column's largest
         floor = SMALLEST * (a.amax(1, True) * b.sum(0) + a.sum(1, True) * b.amax(0))

@@ -7,14 +7,7 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from bmt_burst import (
-    IGNORE_INDEX,
-    InfLLMV2,
-    Mask,
-    SequenceParallel,
-    shift_labels,
-    simulate,
-)
+from bmt_burst import IGNORE_INDEX, InfLLMV2, Mask, SequenceParallel, shift_labels, simulate
 from bmt_burst.nn import BurstAttention, apply_rope, rope_tables
 from bmt_burst.offload import Offload
 from models.blocks import Saving

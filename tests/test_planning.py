@@ -517,10 +517,7 @@ def test_wrong_options_are_refused(capsys):
         (["--sp-size", "4", "--batch-size", "3"], "--batch-size 3 is not a multiple of 2 data"),
         (["--engine", "torch", "--offload-optimizer"], "need --engine bmtrain"),
         (["--fp8", "--gpu", "a100", "--model", "minicpm4-8b"], "which a100 lacks"),
-        (
-            ["--chunk", "7", "--seq-len", "65536"],
-            "into chunks of 6 tokens, too few for 8 ranks",
-        ),
+        (["--chunk", "7", "--seq-len", "65536"], "into chunks of 6 tokens, too few for 8 ranks"),
         (["--chunk", "4", "--seq-len", "512"], "--chunk 4 cuts --seq-len 512 into chunks of 4"),
         (["--chunk", "2", "--seq-len", "4"], "--seq-len 4 is too short for 8 ranks"),
         (["--chunk", "8", "--seq-len", "65544"], "into 8,193 chunks: expected at most 8,192"),

@@ -162,11 +162,7 @@ def run(trainer: Any) -> dict[str, Any]:
     """Train and evaluate. Return logs, the loss of the evaluation and weights."""
     trainer.train()
     evaluated = trainer.evaluate()["eval_loss"]
-    return {
-        "history": history(trainer),
-        "evaluated": evaluated,
-        "weights": weights(trainer.model),
-    }
+    return {"history": history(trainer), "evaluated": evaluated, "weights": weights(trainer.model)}
 
 
 Change = Callable[..., type]
