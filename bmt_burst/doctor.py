@@ -49,6 +49,8 @@ def main(argv: Sequence[str] = ()) -> int:
     parser.parse_args(argv)
     broken = False
     for name, check in list_checks():
+        if sys.stdout.isatty():  # the line of the result replaces it
+            print(f"..  {name}", end="\r", flush=True)
         try:
             mark, text = "ok", check()
         except Missing as reason:

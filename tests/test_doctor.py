@@ -46,5 +46,9 @@ def test_doctor_reports_a_broken_kernel(monkeypatch, capsys):
     monkeypatch.setattr(
         doctor, "list_checks", lambda: [("cpu", lambda: doctor._check_kernel("cpu"))]
     )
+    wrong = "!!  cpu          RuntimeError: results are wrong by"
     assert doctor.main() == 1
-    assert "!!  cpu          RuntimeError: results are wrong by" in capsys.readouterr().out
+    assert capsys.readouterr().out.startswith(wrong)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert doctor.main() == 1
+    assert capsys.readouterr().out.startswith(f"..  cpu\r{wrong}")
