@@ -347,7 +347,8 @@ def test_a_run_is_evaluated_in_training_and_afterwards(folder, data, tmp_path):
     assert f"| positions, perplexity | 64 | from {bins[1]['start']} | " in printed
     others = ("--bos", "none", "--before", output)
     ended, printed = run_script(None, "train/evaluate.py", *line, *others)
-    assert ended == 2 and f"--before {output} read other texts: expected begin token 1" in printed
+    refused = f"--before {output} read other texts: expected begin token 1, got None; --bos sets it"
+    assert ended == 2 and refused in printed
 
 
 def test_what_cannot_be_evaluated_is_refused(folder, data, capsys, monkeypatch):

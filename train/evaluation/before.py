@@ -50,9 +50,10 @@ class Before:
         texts = json.loads(json.dumps(texts))
         for name, before in self.values["texts"].items():
             if texts[name] != before:
+                advice = "; --bos sets it" if name == "begin token" else ""
                 raise ValueError(
                     f"--before {self.folder} read other texts: expected {name} {before}, got "
-                    f"{texts[name]}"
+                    f"{texts[name]}{advice}"
                 )
 
     def compare(self, model: str, tasks: dict[str, Any]) -> str:
