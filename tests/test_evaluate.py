@@ -271,7 +271,6 @@ def test_a_trained_model_finds_needles_and_an_untrained_one_does_not(folder, cap
     assert written == {"results.json", "needle.png", "before_after.md"}
     for more, message in (
         (("--samples", 9), r"expected --samples 8, as in --before .*/found, got 9: leave it out"),
-        (("--output", folder / "found"), r"--output .*/found exists: give another one"),
         (("--before", folder), r"--before .*: expected a folder of evaluate.py, got no results"),
     ):
         line = ("--init-from", folder / "trained", "--before", folder / "found", *more)
@@ -373,6 +372,8 @@ def test_what_cannot_be_evaluated_is_refused(folder, data, capsys, monkeypatch):
     assert "--lengths must be at least --sp-size 2, got 1" in printed
     printed = evaluate(folder, "trained", "short", *NEEDLE, "--lengths", "40,9", code=2)
     assert "evaluate.py: a text of 9 tokens is too short for the task needle" in printed
+    printed = evaluate(folder, "trained", "trained", *NEEDLE, ranks=2, code=2)
+    assert printed.count(f"--output {folder / 'trained'} exists: give another one") == 1
     monkeypatch.setattr(script.os, "access", lambda *_: False)
     sealed = SimpleNamespace(_choose_output=lambda: folder / "sealed/short")
     with pytest.raises(ValueError, match="/sealed is not writable: give another --output"):

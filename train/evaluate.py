@@ -146,8 +146,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     sizes = {field.name for field in dataclasses.fields(Grid)}
     own = {name: given.pop(name) for name in ("run", "output", "tokenizer")}
     try:
-        if own["output"] and os.path.lexists(own["output"]) and ranks.rank() == 0:
-            raise ValueError(f"--output {own['output']} exists: give another one")
         before = Before.read(folder) if (folder := given.pop("before")) else None
         if before:
             before.fill(given)
@@ -305,8 +303,13 @@ class Evaluation:
         return grid
 
     def _check_output(self) -> None:
-        """Make the folder of the report. Raises ValueError if it cannot be written to."""
-        folder = self._choose_output().parent
+        """Make the folder around the report. Raises ValueError if the report exists, or cannot be
+        written there.
+        """
+        output = self._choose_output()
+        if os.path.lexists(output):
+            raise ValueError(f"--output {output} exists: give another one")
+        folder = output.parent
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):
             raise ValueError(f"{folder} is not writable: give another --output")
