@@ -198,6 +198,10 @@ def test_sources_that_do_not_fit_together_are_refused_by_name(mixed, tmp_path):
         with pytest.raises(ranks.RankError, match=message):
             train(mixed, **options)
 
+    same = mixed["data"] | {"again": f"{tmp_path}/text/../text:1"}
+    check(r"sources code \(.*\) and again .* the same text", data=same)
+    edit_index(tmp_path / "short", bos_id=3)
+    check("begin token 256 in source code, but begin token 3 in source books: give --bos")
     assert train(mixed, documents="ignore", steps=1)
     tokenizer = tmp_path / "short/tokenizer.spec.json"
     tokenizer.write_text(json.dumps({**json.loads(tokenizer.read_text()), "identity": "0" * 64}))

@@ -96,6 +96,14 @@ class Mixture(Source):
 
     @property
     def bos_id(self) -> int | None:
+        """Raises ValueError if sources have different begin tokens."""
+        found = {source.bos_id: name for name, source in self.sources.items()}
+        if len(found) > 1:
+            one, other = (
+                f"{'no begin token' if bos is None else f'begin token {bos}'} in source {name}"
+                for bos, name in list(found.items())[:2]
+            )
+            raise ValueError(f"documents get {one}, but {other}: give --bos TOKEN or --bos none")
         return self._first.bos_id
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -107,7 +108,7 @@ def check_length(config: TrainConfig, data: Source) -> None:
 
 
 def _open_training(config: TrainConfig, kind: Kind, model: ModelConfig) -> Source:
-    """Open --data. Raises ValueError if sources have different tokenizers."""
+    """Open --data. Raises ValueError if sources have the same text, or other tokenizers."""
     if isinstance(config.data, str):
         return open_source(config, kind, model, config.data)
     shares = parse_shares(config.data)
@@ -116,6 +117,12 @@ def _open_training(config: TrainConfig, kind: Kind, model: ModelConfig) -> Sourc
     for name, data in others:
         names = f"source {name} ({data.folder})", f"source {first} ({expected.folder})"
         check_folder(expected.folder, data.folder, *names)
+    for (one, a), (other, b) in itertools.combinations(sources.items(), 2):
+        if a.identity == b.identity:
+            raise ValueError(
+                f"--data: sources {one} ({a.folder}) and {other} ({b.folder}) are the same text: "
+                "give it once, with the sum of both weights"
+            )
     return Mixture(sources, {name: weight for name, (_, weight) in shares.items()})
 
 
