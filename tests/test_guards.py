@@ -1,5 +1,5 @@
-"""What a run does when something goes wrong in the middle: a NaN on one rank, a rank that hangs, a
-loss that jumps.
+"""What a run does when something goes wrong in the middle, such as a NaN on one rank or a rank that
+hangs. What it prints, also when nothing goes wrong.
 """
 
 import json
