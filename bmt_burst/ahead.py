@@ -38,6 +38,7 @@ from torch import Tensor
 
 from .kernels import fa4, installed
 from .merging.merge import empty_lse
+from .merging.parts import lies_in
 from .ranks.rings import Rings
 from .ranks.sequence_parallel import SequenceParallel
 from .transport import ALONE, Transport
@@ -278,12 +279,13 @@ def note_kernels(tokens: int) -> Iterator[dict[Hashable, Job]]:
         like = functools.partial(torch.empty_like, memory_format=torch.contiguous_format)
         return tuple(map(like, (q, k, v)))
 
+    sum_gradients, merge_outputs = _in_all_ways(fused.sum_gradients, fused.merge_outputs)
     replaced: tuple[tuple[Any, str, Any], ...] = (
         (knobs.runtime, "jit_cache_hook", note),
         (fa4.Fa4Kernel, "forward", forward),
         (fa4.Fa4Kernel, "backward", backward),
-        (fused, "sum_gradients", _in_all_ways(fused.sum_gradients)),
-        (fused, "merge_outputs", _in_all_ways(fused.merge_outputs)),
+        (fused, "sum_gradients", sum_gradients),
+        (fused, "merge_outputs", merge_outputs),
         (triton_choice, "take_largest", _of_all(triton_choice.take_largest, tokens)),
         # 0 is a valid number of anything, as no kernel writes to memory
         (torch, "empty", _filled(torch.empty)),
@@ -320,28 +322,42 @@ def _call(way: str, q_shape: Any, k_shape: Any, dtype: Any, device: str, *of_cal
         kernel.backward(q, q, k, k, None, lse, lse, *of_call)
 
 
-def _in_all_ways(merge: Callable[..., None]) -> Callable[..., None]:
-    """Return `merge` of `merging.fused`. With the first call of each kind it also adds up other
-    numbers of parts, of some tokens each, in place or not: masks may ask for any of them.
+def _in_all_ways(*merges: Callable[..., None]) -> list[Callable[..., None]]:
+    """Return functions of `merging.fused`. Over several ranks, with the first call of each kind
+    they also add up other numbers of parts, of some tokens each, in place or not: masks may ask for
+    any of them. A rank alone adds up near and far blocks, and none in place.
     """
-    known = set[Hashable]()
+    known, waiting, in_place = set[Hashable](), list[Callable[[], None]](), set[bool]()
 
-    def call(total: Tensor, *rest: Any) -> None:
+    def call(merge: Callable[..., None], total: Tensor, *rest: Any) -> None:
         merge(total, *rest)
         *lse, parts = rest
-        (heads, size), dtype, device = total.shape[2:], parts[-1][1].dtype, total.device
-        if (key := (heads, size, total.dtype, dtype)) in known:
-            return
-        known.add(key)
-        into, earlier = torch.empty(2, 1, 16, heads, size, dtype=total.dtype, device=device)
-        other, rows = earlier.to(dtype), [torch.empty(1, heads, 16, device=device) for _ in lse]
-        firsts = (into, earlier) if dtype == total.dtype else (into, earlier, other)
-        for first, count, spans in itertools.product(
-            firsts, (2, 4, 8), ([(0, 8)], [(0, 4), (8, 12)])
-        ):
-            merge(into, *rows, [([(0, 16)], first, *rows), *[(spans, other, *rows)] * (count - 1)])
+        (heads, size), dtypes = total.shape[2:], (parts[0][1].dtype, parts[-1][1].dtype)
+        if (key := (merge, heads, size, total.dtype, dtypes)) not in known:
+            known.add(key)
+            into, earlier = total.new_empty(2, 1, 16, heads, size)
+            rows = [lse[0].new_empty(1, heads, 16) for _ in lse]
+            waiting.append(functools.partial(_merge_all, merge, into, earlier, dtypes, rows))
+        if in_place or lies_in(parts[0], total):
+            in_place.add(True)
+            while waiting:
+                waiting.pop()()
 
-    return call
+    return [functools.partial(call, merge) for merge in merges]
+
+
+def _merge_all(
+    merge: Callable[..., None],
+    into: Tensor,
+    earlier: Tensor,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    rows: list[Tensor],
+) -> None:
+    """Add up parts in all ways. `dtypes` are those of a call's first and last part."""
+    other = earlier.to(dtypes[-1])
+    firsts = [into, *(earlier.to(dtype) for dtype in {into.dtype, *dtypes})]
+    for first, count, spans in itertools.product(firsts, (2, 4, 8), ([(0, 8)], [(0, 4), (8, 12)])):
+        merge(into, *rows, [([(0, 16)], first, *rows), *[(spans, other, *rows)] * (count - 1)])
 
 
 def _of_all(take: Callable[..., None], tokens: int) -> Callable[..., None]:

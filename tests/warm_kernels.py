@@ -17,7 +17,7 @@ from bmt_burst.base.registry import Registry
 from bmt_burst.fused import torch_passes, triton_passes
 from bmt_burst.lightning import kernels as lightning_kernels
 from models.config import LIGHTNING
-from tests.test_warming import RING, changed, fake_kernel, note, random_ends
+from tests.test_warming import RING, SHORT_BLOCKS, changed, fake_kernel, note, random_ends
 from train.planning.warming import Rehearsal
 
 
@@ -50,9 +50,11 @@ if __name__ == "__main__":
     mixers = {"mixers": ("attention", LIGHTNING)}
     shape = {"size": 2, "inner": 2, "seq_len": 1 << 12, "attention": RING}
     runs = [changed(**of_model, **mixers, **shape), changed(**of_model, **shape, chunks=3)]
+    alone = {"size": 1, "inner": 1, "sparse": SHORT_BLOCKS}
+    runs.append(changed(**of_model, **mixers, **shape | alone))
     found = [note(run) for run in runs]
     compiled = [{key for key in jobs if isinstance(key, str)} for jobs in found]
-    print(*{json.loads(key)["name"].rpartition(".")[2] for keys in compiled for key in keys})
+    print(*{json.loads(key)["name"].rpartition(".")[2] for keys in compiled[:2] for key in keys})
 
     chance = random.Random(2)
     examples = [random_ends(chance, runs[0].seq_len) for _ in range(3)]
