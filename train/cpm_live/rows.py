@@ -61,7 +61,7 @@ def pack_rows(
     rows: list[list[int]] = []
     left: list[int] = []  # slices that each row has room for
     spare: list[tuple[int, int]] = []  # room and number of each open row, rising
-    order = np.random.default_rng((seed, 0)).permutation(len(lengths))
+    order = np.random.default_rng((seed, _ORDER)).permutation(len(lengths))
     for item, length, cost in zip(
         order.tolist(), lengths[order].tolist(), slices[order].tolist(), strict=True
     ):
