@@ -63,7 +63,7 @@ def test_ranks_and_chunks_give_the_text_of_one_process(folder, capsys):
     assert alone.startswith(PROMPT) and len(alone) > len(PROMPT) + 20
     speed = r"prefill of 120 tokens: [\d,.]+ tokens/s; decoding: [\d,.]+ ms a token\n"
     assert re.fullmatch(speed, said)
-    script.main(line(folder, "--chunk", 50))
+    script.main(line(folder, "--chunk", "0.0625K"))
     in_chunks, said = capsys.readouterr()
     assert in_chunks == alone
     assert re.fullmatch(speed, said)

@@ -251,7 +251,7 @@ def test_a_stream_is_only_for_training(folder):
     base = folder.parents[1]
     for option, value in (("--val-fraction", 0.1), ("--workers", 2)):
         assert f"{option} does not go with --stream" in make_stream(base, option, value, code=2)
-    printed = make_stream(base, "--shuffle-tokens", 0, code=2)
+    printed = make_stream(base, "--shuffle-tokens", "0K", code=2)
     assert "--shuffle-tokens must be at least 1, got 0" in printed
     given = ("--input", base / "in", "--output", base / "o", "--shuffle-tokens", 9)
     assert "--shuffle-tokens needs --stream" in prepare(*given, code=2)

@@ -37,7 +37,7 @@ from models.config import CPMConfig
 from models.cpm import CPM
 from models.cpm_live.layers import LiveModel
 from train.base import ranks
-from train.base.command_line import ArgumentParser
+from train.base.command_line import ArgumentParser, read_length
 from train.checkpoints import checkpoint
 from train.data.records import read_text
 from train.data.tokenizer import Tokenizer
@@ -146,8 +146,9 @@ def _parser() -> ArgumentParser:
     add("--dtype", choices=tuple(DTYPES), default="fp32", help="of the model (default: fp32)")
     add(
         "--chunk",
-        type=int,
-        help="compute the prompt in chunks of this many tokens, over all ranks (default: 65536)",
+        type=read_length,
+        metavar="TOKENS",
+        help="compute the prompt in chunks of so many tokens, over all ranks (default: 64K)",
     )
     add_options(parser, _SHARED)
     return parser

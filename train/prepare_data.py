@@ -28,7 +28,7 @@ from tqdm import tqdm
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from train.base.command_line import ArgumentParser
+from train.base.command_line import ArgumentParser, read_length
 from train.base.folders import write_aside
 from train.base.parallel import map_in_order
 from train.base.signals import Interrupts
@@ -256,7 +256,7 @@ def _parser() -> ArgumentParser:
     )
     add(
         "--shuffle-tokens",
-        type=int,
+        type=read_length,
         metavar="TOKENS",
         help=f"tokens of a --stream that are shuffled at once, in memory (default: {_SHUFFLED})",
     )
