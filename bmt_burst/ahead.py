@@ -173,7 +173,7 @@ def compile_kernels(
     arguments  facts that have all of their values in their repr
     tokens     the most tokens of a sequence of the run, which may be longer than those of steps
     gpus       how many of this host's GPUs to use
-    modules    those with other Triton kernels of steps, or on whose code kernels depend
+    modules    modules or packages with other Triton kernels of steps, or on whose code these depend
 
     Raises the error of a process, and OSError as `find_folders`. It ends its processes.
     """
@@ -221,9 +221,11 @@ def _name_mark(
         f"{x.name} {x.version}" for x in metadata.distributions() if x.name in _PACKAGES
     )
     found = hashlib.sha256("\n".join(facts).encode())
-    others = [Path(str(importlib.import_module(name).__file__)) for name in modules]
-    for file in (*sorted(Path(__file__).parent.rglob("*.py")), *others):
-        found.update(file.read_bytes())
+    for name in ("bmt_burst", *modules):
+        file = Path(str(importlib.import_module(name).__file__))
+        package = file.parent.rglob("*.py") if file.name == "__init__.py" else [file]
+        for each in sorted(package):
+            found.update(each.read_bytes())
     return f"bmt_burst-{found.hexdigest()[:16]}"
 
 

@@ -74,3 +74,14 @@ def test_kernels_are_compiled_once(folder):
         patch.setenv("TRITON_CACHE_DIR", str(folder / "file" / "triton"))
         with pytest.raises(NotADirectoryError):
             compile_calls(place)
+
+
+def test_a_mark_depends_on_all_files_of_a_package(folder, monkeypatch):
+    (folder / "of_steps").mkdir()
+    (folder / "of_steps/__init__.py").touch()
+    monkeypatch.syspath_prepend(folder)
+    marks = set()
+    for code in ("WIDTH = 1", "WIDTH = 2"):
+        (folder / "of_steps/model.py").write_text(code)
+        marks.add(ahead._name_mark(call_once, [], 300, ["of_steps"]))
+    assert len(marks) == 2
