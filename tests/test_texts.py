@@ -217,3 +217,8 @@ def test_tokens_that_only_other_files_of_a_folder_have_are_named(tmp_path, capsy
     assert capsys.readouterr().err == ""
     rules.warn(tokenizer, "<|im_start|>fox<|end|>", 5, 5)
     assert "lacks, which are read as letters: <|end|>; AutoTokenizer" in capsys.readouterr().err
+    (folder / "tokenizer_config.json").write_text('{"added_tokens_decoder": ["<|end|>"]}')
+    with pytest.raises(ValueError, match="expected added_tokens_decoder to have tokens by id"):
+        lacking_tokens(str(folder), tokenizer)
+    (folder / "tokenizer_config.json").write_text('{"added_tokens_decoder": null}')
+    assert lacking_tokens(str(folder), tokenizer) == ()

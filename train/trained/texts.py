@@ -139,7 +139,11 @@ def lacking_tokens(source: str, tokenizer: Tokenizer) -> tuple[str, ...]:
     """Return the added tokens that the folder of the weights names, but its tokenizer's file lacks.
     Raises ValueError for broken files, and OSError.
     """
-    added = read_values(folder_of(source)).get(TOKENIZER, {}).get(ADDED, {})
+    folder = folder_of(source)
+    added = read_values(folder).get(TOKENIZER, {}).get(ADDED) or {}
+    if not isinstance(added, dict):
+        expected = f"expected {ADDED} to have tokens by id"
+        raise ValueError(f"{folder / TOKENIZER}: {expected}, got {added!r}")
     names = [str(token_name(token)) for token in added.values()]
     return tuple(name for name in names if tokenizer.id_of(name) is None)
 
