@@ -597,8 +597,13 @@ def test_a_step_after_a_failed_one_is_whole():
     old = chunks.forward()
     next(old)
     step(chunks, model)
+    assert torch.is_grad_enabled()
     with pytest.raises(ValueError, match="run one at a time"):
         next(old)
+    old = chunks.forward()  # a traceback may hold it
+    next(old)
+    chunks.forget()
+    assert torch.is_grad_enabled()
     step(Chunks(Mask.causal(60), 20, 3), fresh)
     for p, same in zip(model.parameters(), fresh.parameters(), strict=True):
         assert torch.equal(p.grad, same.grad)

@@ -26,7 +26,6 @@ import itertools
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -113,6 +112,7 @@ class Chunks:
         self._evaluates = False
         self._current: Chunk | None = None
         self._run_number = 0  # counts forward() and backward()
+        self._grad_mode = _GradMode()  # of the loop that runs
         self._calls = Counter[int]()
         # layers whose backward will run, those where it has begun, whether autograd recorded any
         self._needed, self._backwards, self._records = set[int](), set[int](), False
@@ -160,8 +160,10 @@ class Chunks:
                 self._backwards.clear()
                 self._needed.clear()
                 self._records = False
-                with _grad_mode(phase == _BACKWARD):
-                    yield chunk
+                self._grad_mode.set(phase == _BACKWARD)
+                yield chunk
+                if run == self._run_number:
+                    self._grad_mode.restore()
                 self._end_chunk(chunk, run)
                 if phase == _FORWARD:
                     for memory in self._memories.values():
@@ -174,6 +176,7 @@ class Chunks:
 
     def forget(self) -> None:
         """Forget what layers keep, and end a run."""
+        self._grad_mode.restore()
         self._phase, self._current = _READY, None
         self._memories.clear()
         self._results.clear()
@@ -373,18 +376,23 @@ class Chunks:
         }
 
 
-@contextmanager
-def _grad_mode(records: bool) -> Iterator[None]:
-    """Return a context in which autograd records, or does not. A loop that was left may end in
-    another thread, which collects it: then the grad mode of that thread stays.
+class _GradMode:
+    """The grad mode of a thread, which a loop changes while its caller computes a chunk. A loop
+    that was left may end in another thread, which collects it: then that thread's mode stays.
     """
-    before, thread = torch.is_grad_enabled(), threading.get_ident()
-    torch.set_grad_enabled(records)
-    try:
-        yield
-    finally:
-        if threading.get_ident() == thread:
-            torch.set_grad_enabled(before)
+
+    def __init__(self) -> None:
+        self._before: tuple[int, bool] | None = None
+
+    def set(self, records: bool) -> None:
+        self._before = threading.get_ident(), torch.is_grad_enabled()
+        torch.set_grad_enabled(records)
+
+    def restore(self) -> None:
+        """Return to the mode before `set`, once."""
+        before, self._before = self._before, None
+        if before is not None and before[0] == threading.get_ident():
+            torch.set_grad_enabled(before[1])
 
 
 class Chunk(KeptPart):
