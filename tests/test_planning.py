@@ -331,6 +331,25 @@ def test_chunks_keep_the_last_tokens_of_each_for_a_window():
     assert 2 * seen.backward < full.memory.backward, "keys of one chunk, not of eight"
 
 
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        ({"batch": 0}, "batch must be at least 1, got 0"),
+        ({"head_size": 1.5}, "head_size must be a whole number, got 1.5"),
+        ({"heads": 3}, "kv_heads must divide heads, got 2 kv_heads and 3 heads"),
+        ({"inner": 3}, "inner must divide ranks, got inner=3, ranks=8"),
+        ({"ranks": 0}, "ranks must be at least 1, got 0"),
+        ({"dtype": "bf16"}, "dtype must be a floating dtype of torch, got bf16"),
+        ({"dtype": torch.int8}, "dtype must be a floating dtype of torch, got torch.int8"),
+    ],
+)
+def test_attention_that_no_call_has_is_refused(wrong, message):
+    sizes = {"batch": 1, "tokens": 1024, "heads": 4, "kv_heads": 2, "head_size": 8}
+    sizes |= {"dtype": torch.bfloat16, "ranks": 8, "inner": 4}
+    with pytest.raises((TypeError, ValueError), match=f"^{re.escape(message)}$"):
+        AttentionShape(**(sizes | wrong))
+
+
 @pytest.mark.parametrize("sparse", [None, {}])
 def test_memory_of_chunks_grows_by_what_they_keep(sparse):
     options = {"model": "minicpm4-8b", "checkpointing": "selective", "sparse": sparse}

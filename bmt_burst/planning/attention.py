@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .. import kernels, strategies
 from ..ahead import imagine_ranks
+from ..base.arguments import as_count
 from ..base.dtypes import accumulator_dtype
 from ..bias.kernels import load
 from ..bias.scores import Scores
@@ -76,6 +77,8 @@ class AttentionShape:
     inner  the ranks of a host, or that share heads with Ulysses
     chunk  the most queries of a chunk, on all ranks: only the last chunk of the tokens has queries.
            None if all tokens have
+
+    Raises ValueError or TypeError for sizes that no attention has.
     """
 
     batch: int
@@ -90,6 +93,18 @@ class AttentionShape:
     window: int | None = None
     sparse: InfLLMV2 | None = None
     chunk: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "heads", "kv_heads", "head_size", "ranks", "inner"):
+            as_count(name, getattr(self, name))
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"kv_heads must divide heads, got {self.kv_heads} kv_heads and {self.heads} heads"
+            )
+        if self.ranks % self.inner:
+            raise ValueError(f"inner must divide ranks, got inner={self.inner}, ranks={self.ranks}")
+        if not isinstance(self.dtype, torch.dtype) or not self.dtype.is_floating_point:
+            raise TypeError(f"dtype must be a floating dtype of torch, got {self.dtype}")
 
     @property
     def rank_tokens(self) -> int:
