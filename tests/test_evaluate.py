@@ -275,6 +275,15 @@ def test_a_trained_model_finds_needles_and_an_untrained_one_does_not(folder, cap
     ):
         line = ("--init-from", folder / "trained", "--before", folder / "found", *more)
         assert re.search(message, refused(capsys, *line))
+    for name, change, message in (
+        ("grid", 1, r"got results.json without grid, options, texts, tasks"),
+        ("options", {"later": 1}, r"has options of another version: \['later'\]"),
+    ):
+        (folder / "changed").mkdir(exist_ok=True)
+        values = json.loads((folder / "found/results.json").read_text()) | {name: change}
+        (folder / "changed/results.json").write_text(json.dumps(values))
+        line = ("--init-from", folder / "trained", "--before", folder / "changed")
+        assert re.search(message, refused(capsys, *line))
     assert (folder / "found/needle.png").read_bytes().startswith(b"\x89PNG")
 
 

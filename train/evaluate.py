@@ -148,7 +148,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     try:
         before = Before.read(folder) if (folder := given.pop("before")) else None
         if before:
-            before.fill(given)
+            before.fill(given, {field.name for field in dataclasses.fields(TrainConfig)})
         named, data = given.pop("tasks") or ",".join(tasks.TASKS), given.pop("data")
         own |= {"before": before, "text": given.pop("text")}
         grid = {name: given.pop(name) for name in sizes}

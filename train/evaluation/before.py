@@ -12,6 +12,7 @@ from models.json_files import read_json
 from train.base.wording import flag
 
 _PATHS = ("data", "text")  # options whose texts are compared instead
+_FACTS = "grid", "options", "texts", "tasks"  # of results, by name
 RESULTS, TABLE = "results.json", "before_after.md"
 
 
@@ -26,14 +27,20 @@ class Before:
     def read(folder: Path) -> Before:
         file = folder / RESULTS
         values = read_json(file) if file.is_file() else {}
-        if not {"model", "grid", "options", "texts", "tasks"} <= values.keys():
-            got = "an older version's, without options and texts" if values else f"no {RESULTS}"
+        got = None if values else f"no {RESULTS}"
+        if values and not all(isinstance(values.get(name), dict) for name in _FACTS):
+            got = f"{RESULTS} without {', '.join(_FACTS)}, as older versions wrote it"
+        if got:
             raise ValueError(f"--before {folder}: expected a folder of evaluate.py, got {got}")
         return Before(folder, values)
 
-    def fill(self, given: dict[str, Any]) -> None:
-        """Fill in the options that are not given. Raises ValueError for others than before."""
+    def fill(self, given: dict[str, Any], known: set[str]) -> None:
+        """Fill in the options that are not given. Raises ValueError for others than before, and for
+        options that are not `known`.
+        """
         options = {**self.values["grid"], **self.values["options"]}
+        if other := sorted(options.keys() - given.keys() - known):
+            raise ValueError(f"--before {self.folder} has options of another version: {other}")
         for name, value in options.items():
             before = tuple(value) if isinstance(value, list) else value
             if given.get(name) is None:
@@ -49,17 +56,17 @@ class Before:
         """Raise ValueError if other texts were read before."""
         texts = json.loads(json.dumps(texts))
         for name, before in self.values["texts"].items():
-            if texts[name] != before:
+            if texts.get(name) != before:
                 advice = "; --bos sets it" if name == "begin token" else ""
                 raise ValueError(
                     f"--before {self.folder} read other texts: expected {name} {before}, got "
-                    f"{texts[name]}{advice}"
+                    f"{texts.get(name)}{advice}"
                 )
 
     def compare(self, model: str, tasks: dict[str, Any]) -> str:
         """Return a table of the results before and of `tasks`, those of `model`."""
         before, after = (dict(_find_rows(each)) for each in (self.values["tasks"], tasks))
-        lines = [f"before: {self.values['model']}", f"after: {model}", ""]
+        lines = [f"before: {self.values.get('model')}", f"after: {model}", ""]
         lines += ["| task | tokens | | before | after |", "| --- | --- | --- | --- | --- |"]
         lines += [f"| {' | '.join((*row, before[row], after[row]))} |" for row in after]
         return "\n".join(lines)
