@@ -79,8 +79,13 @@ def test_the_first_rank_prints_what_takes_long_until_it_prints_progress(monkeypa
     assert work("step 2") == ""
     for rank in ranks:
         rank.close()
+    armed = []
+    monkeypatch.setattr(
+        watchdog.faulthandler, "dump_traceback_later", lambda *_, **__: armed.append(1)
+    )
     with watchdog.telling("reading weights"):
         assert work("") == "reading weights: 0 s so far\n"
+    assert not armed, "a watchdog that was closed would end this process later"
 
 
 @pytest.mark.slow

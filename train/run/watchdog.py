@@ -64,6 +64,8 @@ class Watchdog:
 
     def alive(self, doing: str) -> None:
         """Give a sign of life. `doing` is what the rank does next."""
+        if self._over.is_set():
+            return
         self._since = time.monotonic()
         if doing != self.doing:
             self.doing, self._began = doing, self._since
