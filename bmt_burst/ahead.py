@@ -6,8 +6,8 @@
             ...  # take a step of a model with few layers, with documents that end there
 
     settle_keys()  # in each process of the run, before its first step
-    for count in compile_kernels(steps, [(0,), (7,)], tokens=1 << 16):
-        print(f"found {count} kernels")
+    for progress in compile_kernels(steps, [(0,), (7,)], tokens=1 << 16):
+        print(progress)
 
 Steps run in other processes, which launch none of this package's kernels and note how to compile
 them. So values mean nothing. Triton's and FlashAttention-4's kernels are then compiled onto disk,
@@ -21,6 +21,7 @@ import functools
 import hashlib
 import importlib
 import itertools
+import math
 import multiprocessing
 import os
 import random
@@ -28,7 +29,8 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -41,6 +43,7 @@ from .merging.merge import empty_lse
 from .merging.parts import lies_in
 from .ranks.rings import Rings
 from .ranks.sequence_parallel import SequenceParallel
+from .sparse import InfLLMV2
 from .transport import ALONE, Transport
 from .transport.imagined import ImaginedRing
 
@@ -62,6 +65,27 @@ _TOKENS, _MOST_TOKENS = 1 << 12, 1 << 15  # of a rank of an example, and with lo
 _FEW_QUERIES = 64  # of a chunk, in documents that begin in the chunk before it
 
 Job = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What `compile_kernels` did so far. Its str is a line for a log.
+
+    count    the kernels that the steps need, as far as is known
+    seconds  since it began, 0 if all were on disk
+    folders  where the kernels are
+    """
+
+    count: int
+    seconds: float
+    folders: tuple[Path, ...]
+
+    def __str__(self) -> str:
+        kernels = f"{self.count} kernel{'s' if self.count != 1 else ''}"
+        places = " and ".join(map(str, self.folders))
+        if not self.seconds:
+            return f"found {kernels} in {places}"
+        return f"compiled {kernels} in {self.seconds:.1f} s; kept in {places}"
 
 
 def settle_keys(*modules: str) -> None:
@@ -121,22 +145,23 @@ def sample_documents(
     size: int = 1,
     *,
     chunks: int = 1,
-    bands: Iterable[int] = (),
-    longest: int = 0,
-    many: bool = False,
+    window: int | None = None,
+    sparse: InfLLMV2 | None = None,
 ) -> list[list[int]]:
     """Return the ends of documents of sequences, from one document to tens, as examples of all
     kinds. All have as many tokens, which may be fewer than the `seq_len` of a run.
 
     size     the ranks of a sequence
     chunks   the chunks of a sequence. Documents end near their borders
-    bands    the windows of layers, and other distances at which masks end
-    longest  the tokens of a long document that some examples have, 0 for none
-    many     whether some have as many as possible
+    window   the window of some layers
+    sparse   the sparse attention of some layers. Some examples have a document that is long enough
+             for queries to choose blocks
     """
     ranges = 2 * size * chunks  # zigzag has two in a shard
     # as in the run, a window may end inside of a range
+    bands = window or 0, sparse.window_size if sparse else 0
     least = [max(2 * x, min(ranges * x * 3 // 2, _MOST_TOKENS * size)) for x in bands]
+    longest = sparse.shortest_document if sparse else 0
     tokens = min(seq_len, max(_TOKENS * size, *least, longest * 5 // 2))
     tokens = -(-tokens // ranges) * ranges
     chance, firsts, found = random.Random(0), sorted({0, min(longest, tokens)}), [[0, tokens]]
@@ -150,7 +175,7 @@ def sample_documents(
             length = 1 + int(chance.expovariate(count / tokens))
             ends.append(min(tokens, ends[-1] + length))
         found.append(ends)
-    for first in firsts if many else ():
+    for first in firsts:
         found.append(sorted({0, *range(first or 4, tokens, 4), tokens}))
     borders = range(tokens // chunks, tokens, tokens // chunks)
     for before in (_FEW_QUERIES, borders[0] // size) if borders else ():
@@ -165,21 +190,25 @@ def compile_kernels(
     tokens: int,
     gpus: int = 1,
     modules: Sequence[str] = (),
-) -> Iterator[int]:
-    """Compile the kernels of some steps, unless they are on disk. Yield how many were found so far,
-    until all are there: only once if they are on disk.
+    limit: float = math.inf,
+) -> Iterator[Progress]:
+    """Compile the kernels of some steps, unless they are on disk. Yield what was done so far, until
+    all are there: only once if they are on disk.
 
     steps      a function of a module, called with each of `arguments` on one of the first GPUs
     arguments  facts that have all of their values in their repr
     tokens     the most tokens of a sequence of the run, which may be longer than those of steps
     gpus       how many of this host's GPUs to use
     modules    modules or packages with other Triton kernels of steps, or on whose code these depend
+    limit      seconds
 
-    Raises the error of a process, and OSError as `find_folders`. It ends its processes.
+    Raises the error of a process, TimeoutError, and OSError as `find_folders`. It ends its
+    processes.
     """
-    marks = [folder / _name_mark(steps, arguments, tokens, modules) for folder in find_folders()]
+    began, folders = time.monotonic(), tuple(find_folders())
+    marks = [folder / _name_mark(steps, arguments, tokens, modules) for folder in folders]
     if all(mark.exists() and mark.stat().st_size for mark in marks):
-        yield int(marks[0].read_text())
+        yield Progress(int(marks[0].read_text()), 0.0, folders)
         return
     free, _ = torch.cuda.mem_get_info()
     room = int(gpus * free / 2**30 / _GIB_OF_PROCESS)
@@ -199,13 +228,16 @@ def compile_kernels(
             for worker in workers:  # a pool would wait for the job of one that was killed
                 if worker.exitcode is not None:
                     raise RuntimeError(f"a process ended with exit code {worker.exitcode}")
-            yield len(jobs)
+            progress = Progress(len(jobs), time.monotonic() - began, folders)
+            yield progress
+            if progress.seconds > limit:
+                raise TimeoutError(f"{progress.count} kernels took more than {limit:.0f} s")
             time.sleep(_POLL_SECONDS)
         for job in jobs.values():
             job.get()
     for mark in marks:
         mark.write_text(f"{len(jobs)}\n")
-    yield len(jobs)
+    yield Progress(len(jobs), time.monotonic() - began, folders)
 
 
 def _name_mark(

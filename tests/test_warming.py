@@ -30,9 +30,8 @@ TYPICAL = Rehearsal(
     rows=1,
     size=2,
     inner=2,
-    many_documents=False,
+    documents=True,
     chunks=1,
-    engine="torch",
 )
 RING, USP, ULYSSES = (TYPICAL.attention | {"strategy": x} for x in ("ring", "usp", "ulysses"))
 OF_MODEL = {field.name for field in dataclasses.fields(CPMConfig)}
@@ -79,12 +78,11 @@ def bands(run):
 
 
 def test_the_kernels_of_typical_runs():
-    alone = {"size": 1, "inner": 1, "many_documents": None}
+    alone = {"size": 1, "inner": 1, "documents": False}
     assert bands(changed(**alone)) == {"dense causal"}
-    assert bands(changed(many_documents=None)) == {"dense causal", "dense full"}
-    documents = {"dense causal", "dense full", "packed causal", "packed full"}
-    assert bands(TYPICAL) == documents
-    assert bands(changed(many_documents=True)) == documents | {"packed causal many"}
+    assert bands(changed(documents=False)) == {"dense causal", "dense full"}
+    packed = {"packed causal", "packed full", "packed causal many"}
+    assert bands(TYPICAL) == {"dense causal", "dense full"} | packed
     windowed = bands(changed(window=1024))
     assert {"packed both", "dense left"} <= windowed
 
@@ -146,7 +144,7 @@ def skip_far(monkeypatch):
         {"rows": 2, "seq_len": 1 << 12},
         {"chunks": 2, "window": 700, "rows": 2, "seq_len": 1 << 12, "attention": RING},
         {"chunks": 5, "sparse": SHORT_BLOCKS, "attention": RING},
-        {"chunks": 4, "size": 4, "inner": 2, "many_documents": None},
+        {"chunks": 4, "size": 4, "inner": 2, "documents": False},
         {"chunks": 3, "seq_len": 50, "attention": RING},
         {"chunks": 7, "num_heads": 8, "attention": RING},
     ],
@@ -157,16 +155,13 @@ def test_masks_of_a_run_need_no_other_kernels(changes, monkeypatch):
     skip_far(monkeypatch)
     run, chance = changed(**{"seq_len": 1 << 14} | changes), random.Random(1)
     known = note(run).keys()
-    tokens, apart = (
-        run.seq_len - run.seq_len % (run.size * run.chunks),
-        run.many_documents is not None,
-    )
-    examples = [random_ends(chance, tokens) if apart else [0, tokens] for _ in range(8)]
+    tokens = run.seq_len - run.seq_len % (run.size * run.chunks)
+    examples = [random_ends(chance, tokens) if run.documents else [0, tokens] for _ in range(8)]
     monkeypatch.setattr(warming, "_CHUNKS", run.chunks)
     monkeypatch.setattr(Rehearsal, "examples", lambda self: examples)
     for rank in chance.sample(range(run.size), 2):
         with ahead.note_kernels(run.seq_len) as noted:
-            take_steps(run, rank, run.attention["strategy"], None)
+            take_steps(run, rank, None)
         assert noted.keys() <= known
 
 
@@ -215,8 +210,8 @@ def inputs_of(model):
 )
 def test_a_model_with_a_layer_of_each_kind_is_rehearsed(name, layers):
     config, inputs = TrainConfig(model=name, seq_len=500, chunk=200), inputs_of(name)
-    run = warming.find_facts(config, inputs, SequenceParallel(), 1, CPU)
-    assert (run.dtype, run.chunks, run.many_documents) == (torch.float32, 3, None)
+    run = warming.find_facts(config, inputs, SequenceParallel(), 1)
+    assert (run.dtype, run.chunks, run.documents) == (torch.float32, 3, False)
     small, model = run.small, PRESETS[name]
     assert {*small.mixer_of_layers} == {*model.mixer_of_layers} and small.num_layers == layers
     for fact in ("hidden_size", "head_dim", "num_kv_heads", "qk_norm", "attention_gate"):
@@ -230,26 +225,21 @@ def test_each_window_and_rotary_layer_is_rehearsed_once():
 
 
 def test_the_log_says_what_was_compiled_and_a_run_goes_on_without(monkeypatch):
-    def start(compile_kernels, timeout=1800.0):
+    def start(*seconds, error=None):
+        def compile_kernels(*_):
+            for x in seconds:
+                yield ahead.Progress(14, x, ("/triton", "/fa4"))
+            if error:
+                raise error
+
         monkeypatch.setattr(ahead, "compile_kernels", compile_kernels)
-        config, watchdog = TrainConfig(), SimpleNamespace(alive=WATCHDOG.alive, timeout=timeout)
-        given = config, inputs_of("cpm-tiny"), SequenceParallel(), 1
-        return warming.warm(*given, torch.device("cuda", 0), watchdog)
+        given = TrainConfig(), inputs_of("cpm-tiny"), SequenceParallel(), 1
+        return warming.warm(*given, torch.device("cuda", 0), WATCHDOG)
 
-    def fail(*_):
-        raise ValueError("no GPU")
-
-    monkeypatch.setattr(warming, "choose_engine", lambda *_: "torch")
-    monkeypatch.setattr(ahead, "find_folders", lambda: ["/triton", "/fa4"])
-    [line] = start(lambda *_: iter((3, 14)))
-    assert line.startswith("compiled 14 kernels in ")
-    assert line.endswith("; kept in /triton and /fa4")
-    [line] = start(lambda *_: iter((14,)))
-    assert line == "found 14 compiled kernels in /triton and /fa4"
+    assert start(0.5, 1.25) == ["compiled 14 kernels in 1.2 s; kept in /triton and /fa4"]
+    assert start(0.0) == ["found 14 kernels in /triton and /fa4"]
     later = "kernels will be compiled in the steps that first need them: "
-    assert start(fail) == [f"{later}no GPU"]
-    [line] = start(lambda *_: iter((3, 14)), timeout=0.0)
-    assert line.startswith(f"{later}3 kernels took more than")
+    assert start(0.5, error=ValueError("no GPU")) == [f"{later}no GPU"]
 
 
 def test_nothing_is_compiled_on_cpus():

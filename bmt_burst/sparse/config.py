@@ -74,6 +74,11 @@ class Constants:
         """The first tokens of each document, which attend to all tokens before them."""
         return self.most_blocks * self.block_size
 
+    @property
+    def shortest_document(self) -> int:
+        """The tokens of the shortest document with queries that choose blocks."""
+        return self.exact_tokens + self.block_size
+
     def is_dense(self, longest: int) -> bool:
         """Whether a call is dense if its longest document has this many tokens."""
         return longest < self.dense_len
