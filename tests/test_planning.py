@@ -405,6 +405,8 @@ def test_the_longest_sequence_in_chunks_fits_and_a_longer_one_does_not(monkeypat
     assert not with_options(cut, seq_len=int(longest * 1.02) + 16384).fits
     assert longest < find_longest(whole), "eight kv heads of 128, and a hidden size of 1024"
     assert find_longest(planned(gib=5.0, chunk=16384)) == 0
+    shortest = with_options(whole, chunk=1024)  # no length is between so many chunks and one more
+    assert find_longest(shortest) % 1024 == 0 and find_longest(shortest) > 0
     # more chunks take too long to plan
     monkeypatch.setattr(search, "_MOST_CHUNKS", 256)
     assert find_longest(planned(gpus=8, chunk=256)) == 57344

@@ -220,7 +220,7 @@ def find_longest(planned: Planned) -> int:
         return whole or _search_longest(planned, grain)
     lengths = range(whole // grain * grain, whole + chunk, grain)[1:]
     fitting = bisect_left(lengths, 1, key=lambda n: not with_options(planned, seq_len=n).fits)
-    return max(whole, *lengths[:fitting][-1:])
+    return max([whole, *lengths[:fitting]])
 
 
 def _search_longest(planned: Planned, grain: int) -> int:
