@@ -27,6 +27,7 @@ from typing import Any
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from bench.options import first_layers
 from bench.tables import Row, read_rows, table, tokens
 from models.config import PRESETS
 from train.planning.memory import Step, plan_step
@@ -43,11 +44,13 @@ MARKED = re.compile(r"(<!-- (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 # The runs that the rates of train/planning/seconds.py are from: model, layers, GPUs, tokens,
 # checkpointing, engine, commit.
 CALIBRATION = {
-    ("minicpm-2b", 40, 1, 32768, "selective", "bmtrain", "0fc0b44"),
-    ("minicpm4-8b", 8, 1, 32768, "selective", "bmtrain", "0fc0b44"),
-    ("minicpm4-8b", 4, 1, 131072, "selective", "bmtrain", "0fc0b44"),
     ("minicpm4-8b", 6, 2, 4096, "none", "torch", "1a989e8"),
+    ("minicpm4-8b", 32, 4, 131072, "none", "torch", "63d9e421"),
+    ("minicpm-sala", 10, 2, 131072, "full", "torch", "1ac1ff092f5a70f3ef054d6ad1aedfdf0696fcd8"),
 }
+
+# The files of runs that chose by a plan what they keep.
+_NEWER = "steps-*", "chunks-*", "training-2-nvidia-h200-sala.jsonl"
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class Comparison:
     @property
     def calibrates(self) -> bool:
         """Whether rates are from this run."""
-        return self.run in CALIBRATION and not self.row["offload"]
+        return self.run in CALIBRATION and self.config.chunk is None
 
     @property
     def is_warm(self) -> bool:
@@ -108,14 +111,13 @@ def config_of(row: Row) -> TrainConfig:
     """Return the settings of a measured run."""
     _, more = parse_options(row.get("more", []))
     names = "model", "seq_len", "batch_size", "dtype", "checkpointing", "offload"
-    later = "checkpointing_blocks", "checkpointing_every", "mlp_tile"  # older rows lack some
-    return TrainConfig(
-        **{name: row[name] for name in names},
-        **{name: row.get(name) for name in later},
-        **more,
-        sp_size=row["sp"],
-        micro_batch_size=1,
-    )
+    later = "checkpointing_blocks", "checkpointing_every", "mlp_tile", "chunk"
+    options: dict[str, Any] = {name: row[name] for name in names}
+    options |= {name: row.get(name) for name in later}  # older rows lack some
+    options |= {"fp8": bool(row.get("fp8")), "sp_size": row["sp"]}
+    rows = row["batch_size"] * row["sp"] // row["gpus"]  # of a group of ranks
+    options["micro_batch_size"] = row.get("micro_batch_size") or rows
+    return TrainConfig(**options | more)
 
 
 def step_of(row: Row) -> Step:
@@ -129,50 +131,44 @@ def step_of(row: Row) -> Step:
 def compare() -> tuple[Comparison, ...]:
     """Return every measured run with its plan."""
     results = ROOT / "bench/results"
-    training = [row for row in read_rows(sorted(results.glob("training-*"))) if "error" not in row]
-    files = itertools.chain(*(sorted(results.glob(f"{name}-*")) for name in ("steps", "chunks")))
-    steps = itertools.chain(*map(_newest, files))
+    older = read_rows(sorted(results.glob("training-?-nvidia-h200.jsonl")))
+    files = itertools.chain(*(sorted(results.glob(name)) for name in _NEWER))
+    newer = itertools.chain(*map(_newest, files))
     return (
-        *(_compare(row) for row in training if not _is_outdated(row)),
-        *(_compare_step(row) for row in steps if _is_comparable(row)),
+        *(_compare_older(row) for row in older if not _is_outdated(row)),
+        *(_compare(row) for row in newer if _is_comparable(row)),
     )
 
 
 def _is_comparable(row: Row) -> bool:
-    """Whether a row of bench/steps.py says all that its plan needs."""
+    """Whether a row says all that its plan needs."""
     return row["mask"] == "causal"
 
 
 def _newest(file: Path) -> Iterable[Row]:
     """Return the last row of each run. Those before it are of older commits."""
-    return {(row["case"], row["engine"]): row for row in read_rows([file])}.values()
+    rows = read_rows([file])
+    return {(row.get("case"), str(row.get("more")), row["engine"]): row for row in rows}.values()
 
 
 def _is_outdated(row: Row) -> bool:
     """Whether blocks saved more than they do now, or sparse attention worked in another way."""
     saved = row.get("checkpointing_blocks") or row["checkpointing"] == "none"
-    return bool(saved or row.get("sparse") or row["seq_len"] == 1228800)
+    return bool(saved or row.get("sparse") or row["seq_len"] == 1228800 or "error" in row)
 
 
-def _compare(row: Row) -> Comparison:
+def _compare_older(row: Row) -> Comparison:
+    """Plan a run from before runs chose what they keep by a plan."""
     step = step_of(row)
     seconds = step_seconds(step, H200).total
     return Comparison(row, config_of(row), step.memory.total / GIB, seconds)
 
 
-def _compare_step(row: Row) -> Comparison:
-    """Plan a row of bench/steps.py, which ran as pretrain.py does."""
-    sparse, rows = row["sparse"], row["batch_size"] * row["sp"] // row["gpus"]
-    names = "seq_len", "batch_size", "dtype", "checkpointing", "offload", "fp8"
-    later = "chunk", "mlp_tile", "checkpointing_blocks"  # older rows lack some
-    config = TrainConfig(
-        **{name: row[name] for name in names},
-        **{name: row.get(name) for name in later},
-        model=_write_model(row["model"], row["layers"], tuple(row.get("mixers") or ())),
-        sparse=sparse,
-        sp_size=row["sp"],
-        micro_batch_size=row["micro_batch_size"] or rows,
-    )
+def _compare(row: Row) -> Comparison:
+    """Plan a run as pretrain.py does it."""
+    mixers = row.get("mixers") or first_layers(PRESETS[row["model"]], row["layers"]).mixers
+    model = _write_model(row["model"], row["layers"], tuple(mixers or ()))
+    config = dataclasses.replace(config_of(row), model=model, sparse=row["sparse"])
     hardware = next(x for name, x in GPUS.items() if name.upper() in row["gpu_name"])
     planned = as_run(plan(config, Cluster(row["gpus"], hardware.gib, hardware), row["engine"]))
     memory = planned.step.memory.total / GIB

@@ -28,7 +28,7 @@ _NOT_WRITTEN = {torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided
 
 @dataclass(frozen=True)
 class Work:
-    """Operations of matrix products, and bytes that other operations read and write.
+    """Operations of matrix products, and bytes that these and all other operations read and write.
 
     fp8  operations of products in float8, which `products` does not count
     """
@@ -74,10 +74,10 @@ class Ledger(TorchDispatchMode):
         args, kwargs = tree_map(_without_values, (args, kwargs or {}))
         result = function(*args, **kwargs)
         made = sum(self._count(x) for x in tree_iter(result) if isinstance(x, Tensor))
+        read = sum(x.nbytes for x in tree_iter(args) if isinstance(x, Tensor))
         if function in _PRODUCTS:
-            self.work += Work(products=2 * result.numel() * args[-1].shape[-2])
+            self.work += Work(2 * result.numel() * args[-1].shape[-2], read + result.nbytes)
         elif made and function not in _NOT_WRITTEN:
-            read = sum(x.nbytes for x in tree_iter(args) if isinstance(x, Tensor))
             self.work += Work(traffic=made + read)
         return result
 

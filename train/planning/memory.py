@@ -150,7 +150,7 @@ def plan_step(
         forward, backward = forward * chunks + twice, backward * chunks
     shard = -(-model.num_parameters // gpus)
     moved = sharding.moved_whole * model.num_parameters + sharding.moved * shard
-    backward += Work(traffic=(chunks - 1) * moved)  # the rates of steps have the first one's
+    backward += Work(traffic=chunks * moved)
     return Step(
         memory,
         micro_batches,

@@ -96,8 +96,7 @@ def _describe_memory(planned: Planned) -> Iterator[str]:
 def _describe_time(planned: Planned) -> Iterator[str]:
     """Yield the parts of the time of a step, and the speed."""
     hardware, seconds = planned.cluster.hardware, planned.seconds
-    how = "measured" if hardware.measured else "scaled from the H200's, not measured"
-    yield f"seconds of a step, at rates of {hardware.name} ({how}):"
+    yield f"seconds of a step, at rates of {hardware.name} ({hardware.source}):"
     for part, value in seconds.parts.items():
         yield f"  {part:<36}{value:10.2f}"
     yield f"  {'total':<36}{seconds.total:10.2f}"

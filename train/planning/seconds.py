@@ -1,7 +1,7 @@
 """The seconds of a training step, by what takes them.
 
-Matrix products, other operations and attention follow one another on a GPU, each at a rate of the
-hardware. Gathering weights and sending keys overlap with them, as do copies to the host.
+Matrix products, memory traffic and attention follow one another on a GPU, each at a rate of the
+hardware. Sending weights and keys overlaps with them, as do copies to the host.
 """
 
 from __future__ import annotations
@@ -24,9 +24,13 @@ _BACKWARD_OPERATIONS = 2.5  # of attention, relative to its forward: five produc
 _RING_RATE = 0.96  # of attention on several ranks, relative to one
 # Sparse attention, from bench/results/sparse-1-nvidia-h200.jsonl and -2-: seconds of 32 heads for
 # each compressed key that a query is compared with, whatever their size, and of 32 heads of size
-# 128 for each token's forward and backward, where neighbouring queries choose 80 % of the same
-# blocks. Half of the time for a token grows with the size of a head.
-_CHOICE_S, _SPARSE_FORWARD_S, _SPARSE_BACKWARD_S = 64e-12, 0.28e-6, 0.92e-6
+# 128 for each token's forward and backward. Half of the time for a token grows with the size of a
+# head. It is less where neighbouring queries choose 80 % of the same blocks than where they choose
+# independently. Steps of untrained models were like the first at 128K tokens, and like the second
+# at 1M.
+_CHOICE_S = 64e-12
+_SPARSE_FORWARD_S, _SPARSE_BACKWARD_S = (0.28e-6, 0.62e-6), (0.92e-6, 1.47e-6)
+_SIMILAR_TOKENS, _INDEPENDENT_TOKENS = 1 << 17, 1 << 20
 _HEADS, _HEAD_SIZE = 32, 128
 # The launches of lightning attention's Triton kernel read and write these tensors of q's size, and
 # states:
@@ -52,14 +56,13 @@ class Hardware:
     """A GPU's memory, and rates that a training step reaches.
 
     gib             memory
-    products        matrix products of a forward, in operations a second; `backward_products` those
-                    of a backward
-    traffic         bytes a second that other operations read and write
+    products        operations a second of matrix products
+    traffic         bytes a second that products and other operations read and write
     attention       operations a second of a forward and a backward of dense attention, by the
                     largest head size that they hold for
     link            bytes a second between the GPU and the host's memory, each way
     update          parameters a second that AdamW updates; `host_update` those on the host
-    measured        whether the rates were measured
+    source          how the rates were found
     fp8             how many times as fast products in float8 are, with casts. None if the GPU has
                     none
     """
@@ -67,62 +70,69 @@ class Hardware:
     name: str
     gib: float
     products: float
-    backward_products: float
     traffic: float
     attention: Mapping[int, tuple[float, float]]
     link: float
     update: float
     host_update: float
-    measured: bool = False
-    fp8: float | None = 1.3
+    source: str
+    fp8: float | None = 1.5
 
     def attention_rates(self, head_size: int) -> tuple[float, float]:
         """Return the rates of attention with heads of this size."""
         sizes = sorted(self.attention)
         return self.attention[next((n for n in sizes if n >= head_size), sizes[-1])]
 
-    def scaled(self, name: str, gib: float, compute: float, bandwidth: float) -> Hardware:
-        """Return another GPU, with so many times the compute and memory bandwidth."""
+    def scaled(self, name: str, gib: float, tflops: float, tbs: float) -> Hardware:
+        """Return another GPU. It has these peaks of dense bf16 and of memory bandwidth."""
+        compute, bandwidth = tflops / _PEAK_TFLOPS, tbs / _PEAK_TBS
         return replace(
             self,
             name=name,
             gib=gib,
             products=self.products * compute,
-            backward_products=self.backward_products * compute,
             traffic=self.traffic * bandwidth,
             attention={
                 size: (forward * compute, backward * compute)
                 for size, (forward, backward) in self.attention.items()
             },
             update=self.update * bandwidth,
-            measured=False,
+            source=f"scaled from an {self.name}'s by the vendors' peaks, not measured",
         )
 
 
-# These rates were measured: docs/planning.md says by which rows.
-H200 = Hardware(
+# docs/planning.md says which rows of bench/results the rates are from.
+H100 = Hardware(
+    name="h100",
+    gib=79.6,
+    products=755e12,
+    traffic=2.67e12,
+    attention={64: (508e12, 540e12), 128: (665e12, 602e12)},
+    link=45e9,
+    update=80e9,
+    host_update=1e9,
+    source="measured, heads of up to 64 on an H200",
+)
+H200 = replace(
+    H100,
     name="h200",
     gib=139.8,
-    products=665e12,
-    backward_products=620e12,
-    traffic=2.7e12,
+    products=735e12,
     attention={64: (508e12, 540e12), 128: (650e12, 605e12)},
-    link=45e9,
-    update=110e9,
-    host_update=1e9,
-    measured=True,
+    update=105e9,
+    source="measured, memory traffic on an H100",
 )
+_PEAK_TFLOPS, _PEAK_TBS = 989, 3.35  # of an H100
 
-# Peaks of dense bf16 and memory bandwidths from the vendors' datasheets, relative to the H200's 989
-# TFLOP/s and 4.8 TB/s.
+# Peaks are from the vendors' datasheets.
 GPUS = {
     gpu.name: gpu
     for gpu in (
         H200,
-        H200.scaled("h100", 79.6, 1.0, 3.35 / 4.8),
-        replace(H200.scaled("a100", 79.3, 312 / 989, 2.04 / 4.8), fp8=None),
-        H200.scaled("l40s", 44.5, 362 / 989, 0.864 / 4.8),
-        H200.scaled("rtx4090", 23.6, 165 / 989, 1.01 / 4.8),
+        H100,
+        replace(H100.scaled("a100", 79.3, 312, 2.04), fp8=None),
+        H100.scaled("l40s", 44.5, 362, 0.864),
+        H100.scaled("rtx4090", 23.6, 165, 1.01),
     )
 }
 
@@ -150,29 +160,26 @@ class StepSeconds:
 
 def step_seconds(step: Step, hardware: Hardware) -> StepSeconds:
     """Return the seconds of a step on one rank."""
-    products = other = attention = waiting = 0.0
-    for work, rate, runs in (
-        (step.forward, hardware.products, ("forward",)),
-        (step.backward, hardware.backward_products, ("again", "backward")),
-    ):
-        by_products, by_other = work.products / rate, work.traffic / hardware.traffic
+    products = traffic = attention = waiting = 0.0
+    for work, runs in ((step.forward, ("forward",)), (step.backward, ("again", "backward"))):
+        by_products, by_traffic = work.products / hardware.products, work.traffic / hardware.traffic
         if work.fp8:
             assert hardware.fp8 is not None, "plan refuses it"
-            by_products += work.fp8 / (rate * hardware.fp8)
+            by_products += work.fp8 / (hardware.products * hardware.fp8)
         by_attention = sum(
             count * attention_seconds(run, hardware)
             for run, count in step.attention.items()
             if run.run in runs
         )
-        busy = by_products + by_other + by_attention
+        busy = by_products + by_traffic + by_attention
         waiting += max(step.memory.parked / hardware.link - busy, 0.0)
-        products, other = products + by_products, other + by_other
+        products, traffic = products + by_products, traffic + by_traffic
         attention += by_attention
     count = step.micro_batches
     parts = {
         "matrix products": count * products,
         "attention": count * attention,
-        "other operations": count * other,
+        "memory traffic": count * traffic,
         "waiting for offloaded activations": count * waiting,
         "optimizer": step.shard / (hardware.host_update if step.on_host else hardware.update),
     }
@@ -210,15 +217,23 @@ def _sparse_seconds(shape: AttentionShape, run: str, hardware: Hardware) -> floa
     """Return the seconds of queries that choose. "again" takes the choice of an earlier forward."""
     assert shape.sparse is not None
     first = shape.sparse.exact_tokens
-    of_h200 = GPUS["h200"].attention_rates(128)[0] / hardware.attention_rates(128)[0]
+    of_h200 = H200.attention_rates(128)[0] / hardware.attention_rates(128)[0]
     heads = of_h200 * shape.heads / _HEADS
     choosing = shape.batch * (shape.tokens - first) / shape.ranks
     tokens = choosing * (1 + shape.head_size / _HEAD_SIZE) / 2
     if run == "backward":
-        return _SPARSE_BACKWARD_S * tokens * heads
+        return _interpolate(_SPARSE_BACKWARD_S, shape.tokens) * tokens * heads
     pairs = rank_pairs(shape) - rank_pairs(replace(shape, tokens=first))
     compared = pairs / shape.sparse.kernel_stride if run == "forward" else 0.0
-    return (_CHOICE_S * compared + _SPARSE_FORWARD_S * tokens) * heads
+    attending = _interpolate(_SPARSE_FORWARD_S, shape.tokens) * tokens
+    return (_CHOICE_S * compared + attending) * heads
+
+
+def _interpolate(ends: tuple[float, float], tokens: int) -> float:
+    """Return the seconds of a token between those of similar and of independent choices."""
+    similar, independent = ends
+    reached = math.log2(tokens / _SIMILAR_TOKENS) / math.log2(_INDEPENDENT_TOKENS / _SIMILAR_TOKENS)
+    return similar + min(max(reached, 0.0), 1.0) * (independent - similar)
 
 
 def _lightning_seconds(shape: LightningShape, run: str, products: float, traffic: float) -> float:

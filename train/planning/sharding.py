@@ -30,8 +30,8 @@ class Sharding:
     outside             those outside the blocks, for the whole step
     head, head_gradient the vocabulary's that make logits, while the loss runs, and from then on
 
-    Read and written in each chunk, where weights are gathered, and gradients are reduced and added
-    up:
+    Read and written in each micro-batch and chunk, where weights are gathered, and gradients are
+    reduced and added up:
     moved_whole, moved  of whole weights, and of a rank's shard
     """
 

@@ -215,9 +215,10 @@ class _Loss(torch.autograd.Function):
         dhidden, dweight = torch.empty_like(hidden), torch.empty_like(weight, dtype=torch.float32)
         ctx.save_for_backward(dhidden, dweight)
         ctx.ledger, ctx.dtype = ledger, weight.dtype
-        # logits and both gradients are products; the softmax reads and writes logits
+        # Logits and both gradients are products: one writes logits, two read what the softmax,
+        # which reads and writes them, made of them.
         ledger.work += Work(
-            products=3 * 2 * weight.numel() * tokens, traffic=2 * tokens * logits[0].nbytes
+            products=3 * 2 * weight.numel() * tokens, traffic=5 * tokens * logits[0].nbytes
         )
         return hidden.new_empty(1)
 
