@@ -157,30 +157,12 @@ def pytest_collection_finish(session):
 
 
 LONGEST = (  # files that take ten seconds or more, by how long they take
-    "test_planning.py",
-    "test_triton.py",
-    "test_trainers.py",
-    "test_extensions.py",
-    "test_bench.py",
-    "test_interrupts.py",
-    "test_generating.py",
-    "test_export.py",
-    "test_sala.py",
-    "test_live_train.py",
-    "test_chunks.py",
-    "test_train.py",
-    "test_tutorial.py",
-    "test_transformers.py",
-    "test_compiled.py",
-    "test_bmtrain.py",
-    "test_model_center.py",
-    "test_evaluate.py",
-    "test_guards.py",
-    "test_strategies.py",
-    "test_sparse_kernels.py",
-    "test_readme.py",
-    "test_profiling.py",
-    "test_balance.py",
+    *("trainers", "triton", "planning", "bench", "extensions", "interrupts", "cache"),
+    *("transformers", "chunks", "strategies", "sala", "warming", "train", "bmtrain", "live_train"),
+    *("model_center", "evaluate", "sparse_kernels", "compiled", "tutorial", "trainer", "ahead"),
+    *("kernels", "export", "generate", "generating", "sparse_decoding", "slurm", "tiled", "fp8"),
+    *("stream", "readme", "guards", "sparse", "lightning_kernels", "package", "mixture"),
+    *("profiling", "lightning"),
 )
 
 
@@ -194,11 +176,11 @@ LONGEST_RANKS = (  # tests that start ranks on GPUs, by how long they take
 
 def pytest_collection_modifyitems(items):
     """Put what takes longest first, so that workers end together."""
-    files = {name: place for place, name in enumerate(LONGEST)}
+    files = {f"test_{name}": place for place, name in enumerate(LONGEST)}
     ranks = {name: place for place, name in enumerate(LONGEST_RANKS)}
 
     def place(item) -> tuple[int, int]:
         name = item.originalname if item.get_closest_marker("ranks") else ""
-        return ranks.get(name, len(ranks)), files.get(item.path.name, len(files))
+        return ranks.get(name, len(ranks)), files.get(item.path.stem, len(files))
 
     items.sort(key=place)
