@@ -5,7 +5,8 @@ Each takes a function that changes the class, and returns numbers that must not 
 
 from __future__ import annotations
 
-import importlib
+import functools
+import importlib.metadata
 import inspect
 import os
 import re
@@ -27,6 +28,9 @@ from torch.utils.data import Dataset, IterableDataset
 
 from bmt_burst.adapters.transformers import sequence_parallel
 from tests.launcher import GPUS
+
+# accelerate asks for it hundreds of times in a run, and each time Python reads the file again.
+importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)
 
 PAGE = Path(__file__).parents[1] / "docs/trainers.md"
 SIZES = {
@@ -72,6 +76,9 @@ def run_cases(
         function = globals()[name]
         shared = {"path", "folder"} & inspect.signature(function).parameters.keys()
         found.append(function(change, **dict.fromkeys(shared, folder), **options))
+        # Each of gloo's groups has a thread that wakes up a hundred times a second.
+        for group in set(dist.distributed_c10d._world.pg_map) - {dist.group.WORLD}:
+            dist.destroy_process_group(group)
     return found
 
 
