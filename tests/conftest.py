@@ -35,12 +35,37 @@ def _order_gpus(worker: int) -> None:
 if WORKER:
     _order_gpus(int(WORKER.removeprefix("gw")))
 
+
+def _run_threads_on_one_core(worker: int) -> None:
+    """Let the simulated ranks of this worker share a core.
+
+    They share Python's lock, too. On two cores it moves from one to the other at each operation,
+    which takes up to three times as long.
+    """
+    from bmt_burst.ranks import simulation
+
+    run, cores = simulation._run, sorted(os.sched_getaffinity(0))
+    core = {cores[worker % len(cores)]}
+
+    def run_on_one(network, works):
+        before = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, core)
+        try:
+            return run(network, works)
+        finally:
+            os.sched_setaffinity(0, before)
+
+    simulation._run = run_on_one
+
+
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # its kernels run in its interpreter
     # Tensors are tiny, ranks are threads or processes, and files are tested in parallel: more
     # threads would wait only.
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start
     torch.set_num_threads(1)
+    if WORKER and hasattr(os, "sched_setaffinity"):  # Linux has it
+        _run_threads_on_one_core(int(WORKER.removeprefix("gw")))
 
 
 if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
