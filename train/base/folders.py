@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TextIO
 
 from train.base.files import writing
+from train.base.wording import naming
 
 _LOCK = ".lock"
 
@@ -72,10 +73,8 @@ def inside(folder: Path, name: str) -> Path:
     if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\0" in name:
         raise ValueError(f"{folder}: expected the name of a file in this folder, got {name!r}")
     path = folder / name
-    try:
+    with naming(f"{path} leads nowhere", OSError, RuntimeError):  # links that point to each other
         real = path.resolve()
-    except (OSError, RuntimeError) as error:  # links that point to each other
-        raise ValueError(f"{path} leads nowhere: {error}") from error
     if folder.resolve() not in real.parents:
         raise ValueError(f"{path} leads out of its folder, to {real}")
     return path

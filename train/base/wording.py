@@ -1,12 +1,24 @@
-"""Wording that messages share: counts with their nouns, and settings as options."""
+"""Wording that messages share: places of errors, counts with their nouns, settings as options."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 _FEW_TARGETS = 100  # token losses differ by about 3 from each other, so their mean by 0.3
+
+
+@contextmanager
+def naming(place: str | Path, *others: type[Exception]) -> Iterator[None]:
+    """Make a ValueError, or one of `others`, a ValueError whose message begins with `place`."""
+    kinds: tuple[type[Exception], ...] = (ValueError, *others)
+    try:
+        yield
+    except kinds as error:
+        raise ValueError(f"{place}: {error}") from error
 
 
 def counted(count: int, noun: str, plural: str | None = None) -> str:

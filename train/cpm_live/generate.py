@@ -21,11 +21,11 @@ from bmt_burst.memories.protocol import reserve_memory
 from models.cpm_ant import CPMAnt, ant_scores
 from models.cpm_bee import CPMBee, bee_scores
 from models.cpm_live.layers import LiveModel
+from train.base.wording import naming
 from train.cpm_live.batches import extended_table
 from train.cpm_live.instances import ANSWER, COLUMNS, TASKS, Instance, bee_instance
 from train.cpm_live.rows import Row, bee_row
 from train.cpm_live.tokenizers import AntTokenizer, BeeTokenizer, SubIds
-from train.data.records import BadRecord
 from train.generation.decoding import Choose
 
 
@@ -37,14 +37,12 @@ def fill_in(
     Each text under "<ans>" is continued by up to `tokens` tokens, which `choose` takes from logits
     (V,). Raises ValueError for other prompts.
     """
-    try:
+    with naming("the prompt of a CPM-Bee must be an instance as JSON", RecursionError):
         record = json.loads(prompt)
-    except (ValueError, RecursionError) as error:
-        raise BadRecord(f"the prompt of a CPM-Bee must be an instance as JSON: {error}") from error
     instance, sub_ids = bee_instance(tokenizer, record)
     [blanks] = np.nonzero(instance.segments[:, COLUMNS.kind])
     if not len(blanks):
-        raise BadRecord(
+        raise ValueError(
             f'there is nothing to fill in: give a text under {ANSWER}, as in {{"{ANSWER}": ""}}'
         )
     row = bee_row(model.config, [instance], len(instance), tokenizer.eos_id)

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from train.base.wording import naming
 from train.data.files import (
     ARROW,
     JSON,
@@ -266,13 +267,10 @@ def _listed_shards(folder: Path) -> list[str] | None:
 
 def _check_splits(folder: Path, exclude: list[str]) -> None:
     """Raise ValueError if a folder that DatasetDict.save_to_disk wrote has several splits."""
-    try:
-        splits = json.loads((folder / "dataset_dict.json").read_bytes())["splits"]
+    file = folder / "dataset_dict.json"
+    with naming(f"{file} has no list of splits", RecursionError, TypeError, KeyError):
+        splits = json.loads(file.read_bytes())["splits"]
         splits = [split for split in splits if split not in exclude]
-    except (ValueError, RecursionError, TypeError, KeyError) as error:
-        raise ValueError(
-            f"{folder / 'dataset_dict.json'} has no list of splits: {error}"
-        ) from error
     if len(splits) > 1:
         raise ValueError(
             f"{folder} has the splits {', '.join(splits)}: give the folders of those to read, such "

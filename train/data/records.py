@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from train.base.wording import counted
+from train.base.wording import counted, naming
 from train.data.files import TextFile
 
 # share of zero bytes at even or at odd places that only UTF-16 and UTF-32 exceed
@@ -85,14 +85,12 @@ def decode_utf8(line: bytes) -> str:
 def read_text(path: Path) -> str:
     """Return the text of a file, with its line ends, without a byte order mark.
 
-    Raises BadRecord if it is not UTF-8, or no file. Pipes are none: each rank reads the file.
+    Raises ValueError if it is not UTF-8, or no file. Pipes are none: each rank reads the file.
     """
     if not path.is_file():
-        raise BadRecord(f"expected a file, got {path}")
-    try:
+        raise ValueError(f"expected a file, got {path}")
+    with naming(path):
         return decode_utf8(path.read_bytes().removeprefix(codecs.BOM_UTF8))
-    except BadRecord as error:
-        raise BadRecord(f"{path}: {error}") from error
 
 
 @dataclass

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from train.base.wording import naming
 from train.data.compressed import import_extra
 
 _BUFFER = 1 << 16
@@ -111,10 +112,8 @@ def _open(url: str) -> Any:
 def _find(url: str) -> tuple[Any, str]:
     """Return the file system of an address, and the path in it."""
     core = import_extra("fsspec.core", "fsspec", url)
-    try:
+    with naming(url, ImportError):  # of a package; ValueError: an unknown kind of address
         file_system, path = core.url_to_fs(url)
-    except (ImportError, ValueError) as error:  # of a package, or of an unknown kind of address
-        raise ValueError(f"{url}: {error}") from error
     return file_system, path
 
 

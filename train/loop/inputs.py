@@ -15,6 +15,7 @@ from bmt_burst.spec import Spec
 from models.config import CPMConfig
 from models.mixers import find_lightning_flash
 from train.base import ranks
+from train.base.wording import naming
 from train.data.mixture import Mixture, parts
 from train.data.same_tokenizer import check_folder
 from train.data.shares import first_folder, parse_shares, validation_folders
@@ -195,9 +196,7 @@ def check_kernel(config: TrainConfig, model: ModelConfig, device: torch.device) 
         torch.empty(1, 1, heads, model.head_dim, dtype=DTYPES[config.dtype], device=device)
         for heads in (model.num_heads, model.num_kv_heads)
     )
-    try:
+    with naming(f"--flash {config.flash}"):
         kernels.pick(config.flash, q, k, Spec(model.head_dim**-0.5, config.deterministic))
         if isinstance(model, CPMConfig) and model.lightning_layers:
             lightning_kernels.pick(find_lightning_flash(config.flash), q)
-    except ValueError as error:
-        raise ValueError(f"--flash {config.flash}: {error}") from error

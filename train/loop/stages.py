@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from train.base import ranks
-from train.base.wording import counted, flag
+from train.base.wording import counted, flag, naming
 from train.checkpoints import checkpoint
 from train.data.batches import choose_micro_batch_size
 from train.data.same_tokenizer import check_folder
@@ -144,16 +144,14 @@ class Stages:
         """Open the inputs of a later stage. Errors and warnings name it. Raises ValueError."""
         config, warnings = self.opening(stage), io.StringIO()
         first = Path(first_folder(self.current.config.data))
-        try:
-            with redirect_stderr(warnings):
-                check_installed(config.wandb)
-                choose_engine(config, device)
-                check_world(config)
-                choose_micro_batch_size(config, ranks.world_size() // config.sp_size)
-                inputs = keep_documents_apart(open_inputs(config, device), config, None)
-                check_folder(first, inputs.training.folder, inputs.training.folder)
-        except (ValueError, OSError, checkpoint.CheckpointError) as error:
-            raise ValueError(f"stage {stage.name}: {error}") from error
+        named = naming(f"stage {stage.name}", OSError, checkpoint.CheckpointError)
+        with named, redirect_stderr(warnings):
+            check_installed(config.wandb)
+            choose_engine(config, device)
+            check_world(config)
+            choose_micro_batch_size(config, ranks.world_size() // config.sp_size)
+            inputs = keep_documents_apart(open_inputs(config, device), config, None)
+            check_folder(first, inputs.training.folder, inputs.training.folder)
         for line in warnings.getvalue().splitlines():
             print(f"stage {stage.name}: {line}", file=sys.stderr)
         return inputs
@@ -229,10 +227,8 @@ def _make_stage(
         raise ValueError(f"{where}: {misplaced[0]} is the same in all stages: put it at the top")
     root = Path(common.get("output", TrainConfig.output))
     values = {**common, **own, "output": str(root / f"{number:02d}-{name}"), "resume": "auto"}
-    try:
+    with naming(where):
         return Stage(number, name, TrainConfig(**values))
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
 
 
 def _check_folders(file: Path, stages: Sequence[Stage]) -> None:

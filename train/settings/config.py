@@ -14,7 +14,7 @@ from models.json_files import read_json
 from models.rope import Llama3
 from models.tensor_files import is_file
 from models.weights import Expected
-from train.base.wording import counted, flag
+from train.base.wording import counted, flag, naming
 from train.checkpoints import checkpoint
 from train.engine.fp8 import MULTIPLE, check_model
 from train.registry import KINDS, Kind
@@ -82,23 +82,15 @@ class TrainConfig(RunSettings, OptimizerSettings, ParallelSettings, DataSettings
         named = self.named_model()
         instead = {n: getattr(self, n) for n, facts in FACTS.items() if REPLACES in facts.scope}
         given = {name: value for name, value in instead.items() if value is not None}
-        try:
+        with naming(f"{', '.join(map(flag, given))} with {self.model_name}"):
             model = dataclasses.replace(named, **given)
-        except ValueError as error:
-            options = ", ".join(map(flag, given))
-            raise ValueError(f"{options} with {self.model_name}: {error}") from error
         if isinstance(model, CPMConfig):
             check_layers(self, model)
         if self.fp8:
-            self._check_fp8(model)
+            assert isinstance(model, CPMConfig), "_check_kind refuses the others"
+            with naming(f"--fp8 with {self.model_name}"):
+                check_model(model)
         return model
-
-    def _check_fp8(self, model: ModelConfig) -> None:
-        assert isinstance(model, CPMConfig), "_check_kind refuses the others"
-        try:
-            check_model(model)
-        except ValueError as error:
-            raise ValueError(f"--fp8 with {self.model_name}: {error}") from error
 
     @property
     def model_name(self) -> str:
@@ -141,10 +133,8 @@ class TrainConfig(RunSettings, OptimizerSettings, ParallelSettings, DataSettings
         if not self.untie or (is_untied and self.given_model is None and self.resumed()):
             return named
         assert isinstance(named, CPMConfig), "_check_kind refuses the others"
-        try:
+        with naming(f"--untie with {self.model_name}"):
             return named.untied()
-        except ValueError as error:
-            raise ValueError(f"--untie with {self.model_name}: {error}") from error
 
     def expected_weights(self) -> Expected:
         """Return how to check the weights of --init-from. Raises ValueError as `model_config`."""
@@ -183,11 +173,9 @@ class TrainConfig(RunSettings, OptimizerSettings, ParallelSettings, DataSettings
             raise ValueError(
                 f"--model {self.model} is neither a preset ({', '.join(PRESETS)}) nor a JSON file"
             )
-        try:
-            found = config_of(json.loads(path.read_text()), self.accepted_names)
         # missing, unknown or wrong fields, text that is not JSON, or JSON that is nested too deeply
-        except (TypeError, ValueError, RecursionError) as error:
-            raise ValueError(f"{path}: {error}") from error
+        with naming(path, TypeError, RecursionError):
+            found = config_of(json.loads(path.read_text()), self.accepted_names)
         self.accepted_fields()  # other files than Hugging Face's may lack them
         return found
 

@@ -14,6 +14,7 @@ from models.huggingface import CONFIG, expect, read_config, read_fields, read_fo
 from models.model_center import config_from_model_center, is_model_center
 from models.tensor_files import is_file
 from models.weights import Expected
+from train.base.wording import naming
 from train.registry import KINDS, Kind, load
 
 ModelConfig = CPMConfig | LiveConfig
@@ -69,11 +70,9 @@ def _is_hf(values: Mapping[str, Any]) -> bool:
 
 def saved_model(path: Path, state: Any) -> ModelConfig:
     """Return the model in the state of checkpoint `path`. Raises ValueError if it has none."""
-    try:
+    with naming(f"{path} holds an unknown model", KeyError, TypeError):
         # fields that the checkpoint lacks have the value that was implied then
         return config_of(state["model"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} holds an unknown model: {error}") from error
 
 
 def read_model(folder: Path, accept: Collection[str] = ()) -> ModelConfig:
@@ -81,10 +80,8 @@ def read_model(folder: Path, accept: Collection[str] = ()) -> ModelConfig:
     values = read_folder(folder)
     if _live_kind(values) is None:
         return read_config(folder, accept)
-    try:
+    with naming(folder / CONFIG, TypeError):
         return config_of(values)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{folder / CONFIG}: {error}") from error
 
 
 def expected_weights(source: Path, model: ModelConfig, name: str, untie: bool) -> Expected:

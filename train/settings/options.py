@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from train.base.command_line import ArgumentParser, read_length
-from train.base.wording import flag
+from train.base.wording import flag, naming
 from train.data.shares import parse_sources
 from train.settings.config import TrainConfig
 from train.settings.settings import COMPONENTS, FACTS
@@ -138,10 +138,8 @@ def read_file(path: Path, option: str) -> dict[str, Any]:
     formats: dict[str, Callable[[str], Any]] = {".toml": tomllib.loads, ".json": read_json}
     if path.suffix not in formats:
         raise ValueError(f"{option} must end in .toml or .json, got {path}")
-    try:
+    with naming(path, RecursionError):
         values = formats[path.suffix](path.read_text())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"expected names and values in {path}, got {type(values).__name__}")
     return values
@@ -159,10 +157,8 @@ def read_values(values: dict[str, Any], where: str) -> dict[str, Any]:
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             values[name] = float(value)
         elif FACTS[name].is_length and isinstance(value, str):
-            try:
+            with naming(f"{where}: {name}", argparse.ArgumentTypeError):
                 values[name] = read_length(value)
-            except argparse.ArgumentTypeError as error:
-                raise ValueError(f"{where}: {name}: {error}") from error
         elif value is None and fields[name].default is None:
             continue  # JSON's way to leave it unset
         elif not isinstance(value, kind) or (kind is int and isinstance(value, bool)):

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer as Backend
 from models.json_files import read_json
 from models.tensor_files import folder_of
 from train.base import ranks
+from train.base.wording import naming
 from train.checkpoints import checkpoint
 from train.checkpoints.beside import ADDED
 from train.data.end_of_text import GENERATION, SPECIAL, TOKENIZER, listed, read_values, token_name
@@ -95,10 +96,8 @@ def _put_in_front(file: Path, rules: dict[str, Any], tokenizer: Tokenizer) -> in
     """Return the token that a post_processor puts in front of a text, found by one of one word."""
     word = {"type": "WordLevel", "vocab": {"x": 0}, "unk_token": "x"}
     probe = json.dumps({"version": "1.0", "model": word, "post_processor": rules})
-    try:
+    with naming(f"{file}: post_processor", Exception):  # tokenizers raises plain Exceptions
         encoding = Backend.from_str(probe).encode("x")
-    except Exception as error:  # tokenizers raises plain Exceptions
-        raise ValueError(f"{file}: post_processor: {error}") from error
     if 0 not in encoding.special_tokens_mask:
         raise ValueError(f"{file}: expected a post_processor that keeps the text, got {rules}")
     tokens = encoding.ids[: encoding.special_tokens_mask.index(0)]
