@@ -26,8 +26,8 @@ from train.run import ending
 CPU = torch.device("cpu")
 
 
-def make_saver(root, rank: int = 0, size: int = 1, tell=lambda words: None) -> Saver:
-    return Saver(root, ByteTokenizer(), tell, make_background(shards_of(rank, size, 0), CPU))
+def make_saver(root, rank: int = 0, size: int = 1, tell=[].append, note=[].append) -> Saver:
+    return Saver(root, ByteTokenizer(), tell, note, make_background(shards_of(rank, size, 0), CPU))
 
 
 def save(to: Saver, step: int, rank: int = 0, size: int = 1, keep_last: int = 2) -> None:
@@ -54,30 +54,31 @@ def held(monkeypatch):
 
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, alone, held):
     """It has the values that shards had when they were saved."""
-    told = []
-    mine = make_saver(tmp_path, tell=told.append)
+    told, noted = [], []
+    mine = make_saver(tmp_path, tell=told.append, note=noted.append)
     shards = shards_of(0, 1, 1)
     mine.save({"step": 1}, shards, 2)
     for shard in shards.values():
         shard.flat.fill_(-1)
-    assert (names(tmp_path), mine.take_saved(), mine.failed) == ([], [], False)
+    mine.poll()
+    assert (names(tmp_path), noted, mine.failed) == ([], [], False)
     held.set()
     mine.wait()
-    [saved] = mine.take_saved()
+    [saved] = noted
     assert (saved.step, saved.path) == (1, tmp_path / "step_00000001")
     assert saved.stopped < saved.seconds
     assert checkpoint.newest(tmp_path) == saved.path
     assert Checkpoint(saved.path).weights()["a"][0, 0] == 1000
     assert told[0] == "there is no good checkpoint"
     assert f"the last good checkpoint is {saved.path};" in told[1]
-    assert mine.take_saved() == []
     mine.close()
 
 
 def test_the_next_save_waits_and_the_checkpoint_before_stays_until_it_is_whole(
     tmp_path, alone, held
 ):
-    mine = make_saver(tmp_path)
+    noted = []
+    mine = make_saver(tmp_path, note=noted.append)
     threading.Timer(0.2, held.set).start()
     save(mine, 1, keep_last=1)
     assert names(tmp_path) == []
@@ -88,7 +89,7 @@ def test_the_next_save_waits_and_the_checkpoint_before_stays_until_it_is_whole(
     mine.wait()
     assert "1" in between
     assert names(tmp_path) == ["2"]
-    assert [x.step for x in mine.take_saved()] == [1, 2]
+    assert [x.step for x in noted] == [1, 2]
     mine.close()
 
 
@@ -135,12 +136,13 @@ def test_memory_that_cannot_be_had_is_a_failure(tmp_path, alone, monkeypatch):
 
 def test_training_waits_where_memory_is_short(tmp_path, alone, monkeypatch, capsys):
     monkeypatch.setattr(saver, "available_memory", lambda: 9000)
-    mine = make_saver(tmp_path)
+    noted = []
+    mine = make_saver(tmp_path, note=noted.append)
     warning = "saving stops training until a checkpoint is whole: a copy of weights and optim"
     assert warning in capsys.readouterr().err
     save(mine, 1)
     assert names(tmp_path) == ["1"]
-    [saved] = mine.take_saved()
+    [saved] = noted
     assert "training stopped" not in str(saved)
 
 

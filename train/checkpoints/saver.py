@@ -52,6 +52,7 @@ class Saver:
     """Saves the checkpoints of a run under `root`, one after the other.
 
     tell        called with checkpoint.outlook now, and by any thread when a checkpoint is whole
+    note        called with each Saved, by `save`, `wait` and `poll`
     background  a Background, or None if training waits until a checkpoint is whole
 
     Every rank must call `save`, `wait` and `raise_failure`.
@@ -62,17 +63,17 @@ class Saver:
         root: Path,
         tokenizer: Tokenizer,
         tell: Callable[[str], None],
+        note: Callable[[Saved], None],
         background: Background | None,
     ):
-        self.root, self._tokenizer, self._tell = root, tokenizer, tell
+        self.root, self._tokenizer, self._tell, self._note = root, tokenizer, tell, note
         self._background = background
         self._writing: Future[Saved] | None = None
-        self._saved: list[Saved] = []
         self._tell_outlook()
 
     @property
     def is_writing(self) -> bool:
-        """Whether a checkpoint is written in the background, or was since the last `take_saved`."""
+        """Whether a checkpoint is written in the background, or was since the last `poll`."""
         return self._writing is not None
 
     @property
@@ -94,7 +95,7 @@ class Saver:
         checkpoint.check_finite(self.root, state, shards)
         file = RankFile.of(shards)
         if self._background is None:
-            self._saved.append(self._write(state, file.write, keep_last, began))
+            self._note(self._write(state, file.write, keep_last, began))
             return
         copy = self._background.copy.result
         ranks.together(lambda: copy().fill(file), CheckpointError)
@@ -122,18 +123,16 @@ class Saver:
         words = checkpoint.outlook(self.root) if ranks.rank() == 0 else ""
         self._tell(ranks.gather(words, group)[0])
 
-    def take_saved(self) -> list[Saved]:
-        """Return the checkpoints that have become whole since the last call."""
+    def poll(self) -> None:
+        """Note the last save if it has become whole."""
         if self._writing and self._writing.done() and not self._writing.exception():
             self.wait()
-        taken, self._saved = self._saved, []
-        return taken
 
     def wait(self) -> None:
         """Wait until the last save is whole. Raises CheckpointError on every rank if it fails."""
         writing, self._writing = self._writing, None
         if writing:
-            self._saved.append(writing.result())
+            self._note(writing.result())
 
     def close(self) -> None:
         """Free the memory, after `wait`."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from train.base.signals import StopSignal, has_agent, has_launcher
-from train.checkpoints.saver import Saver, make_background
+from train.checkpoints.saver import Saved, Saver, make_background
 from train.data.tokenizer import Tokenizer
 from train.engine import Engine, Shard
 from train.loop.metrics import Metrics, NoMetrics
@@ -107,26 +107,23 @@ class Saves:
         if config.save and config.save_in_background and is_due:
             background = make_background(engine.state(), engine.device)
         tell = partial(setattr, watchdog, "last_words")
-        self.saver = Saver(Path(config.output), tokenizer, tell, background)
+        self.saver = Saver(Path(config.output), tokenizer, tell, self._note, background)
 
     def save(self, state: dict[str, Any], shards: dict[str, Shard], keep_last: int | None) -> None:
         """Save the step of `state`. The shards may change afterwards."""
         self._watchdog.alive(f"saving step {state['step']}")
         self.saver.save(state, shards, keep_last)
         self.step = state["step"]
-        self.report()
         self.metrics.draw()
 
-    def report(self) -> None:
-        """Print which checkpoints have become whole, and note their seconds."""
-        for saved in self.saver.take_saved():
-            self.limit.note_save(saved.seconds)
-            self.metrics.say(str(saved))
+    def _note(self, saved: Saved) -> None:
+        """Print that a checkpoint has become whole, and note its seconds."""
+        self.limit.note_save(saved.seconds)
+        self.metrics.say(str(saved))
 
     def wait(self) -> None:
         self._watchdog.alive(f"waiting until step {self.step} is saved")
         self.saver.wait()
-        self.report()
 
     def wait_despite(self, error: Exception) -> None:
         try:

@@ -182,7 +182,7 @@ class Trainer:
         self._record_step({**outcome, "lr": lr}, work, seconds, phases)
         self.profiler.end(progress.step)
         self.limit.end_step()
-        self.saves.report()
+        self.saves.saver.poll()
         return stops
 
     def _compute_gradients(
@@ -247,6 +247,6 @@ class Trainer:
     def _before_evaluated_batch(self, doing: str) -> None:
         """Give a sign of life. Raises EvaluationStopped on every rank if the run must stop."""
         self.watchdog.alive(f"evaluation after step {self.progress.step}, {doing}")
-        self.saves.report()
+        self.saves.saver.poll()
         if self.stopping.decide():
             raise EvaluationStopped
