@@ -8,7 +8,7 @@ from models.cpm_ant import ant_scores
 from tests.live import Golden, bee_instance, golden
 from tests.reference import relative_error
 from train.cpm_live.generate import AntDecoder, BeeDecoder, continue_row
-from train.generation.decoding import sampler
+from train.generation.decoding import Sampling
 
 FP32 = 1e-5  # as in test_cpm_live.py
 START, END = 6, 7
@@ -59,21 +59,17 @@ def test_an_ant_continues_as_the_whole_forward_says():
 
 
 def test_continuing_ends_where_it_should():
-    case = golden("ant")
-    greedy = sampler(torch.device("cpu"), temperature=0)
+    case, greedy = golden("ant"), Sampling(temperature=0)
 
-    def begun():
-        return AntDecoder(case.model(), *ant_row(case), 60)
+    def continued(tokens, end=END, sampling=greedy):
+        decoder = AntDecoder(case.model(), *ant_row(case), 60)
+        return continue_row(decoder, tokens, end, sampling.on("cpu"), torch.tensor(True))
 
-    five = continue_row(begun(), 5, END, greedy)
-    assert five == continue_row(begun(), 5, END, greedy)
-    assert five[:3] == continue_row(begun(), 3, END, greedy)
-    assert continue_row(begun(), 5, five[0], greedy) == []
-    settings = {"temperature": 1.5, "top_k": 20, "top_p": 0.9}
-    samples = [
-        continue_row(begun(), 8, END, sampler(torch.device("cpu"), seed=s, **settings))
-        for s in (1, 1, 2)
-    ]
+    five = continued(5)
+    assert five == continued(5)
+    assert five[:3] == continued(3)
+    assert continued(5, end=five[0]) == []
+    samples = [continued(8, sampling=Sampling(1.5, 20, 0.9, seed)) for seed in (1, 1, 2)]
     assert samples[0] == samples[1] != samples[2]
 
 
@@ -96,7 +92,7 @@ def test_a_bee_may_answer_with_extended_tokens():
 def test_what_cannot_be_continued_is_refused():
     case = golden("bee")
     with pytest.raises(ValueError, match="temperature must be finite"):
-        sampler(torch.device("cpu"), temperature=-1.0)
+        Sampling(temperature=-1.0)
 
     def work(ring):
         model = case.model(sp=SequenceParallel(ring.rank, 2, process_group=ring))

@@ -36,7 +36,7 @@ from train.data.tokenizer import (
 )
 from train.engine import Shard
 from train.export import main
-from train.generate import generate
+from train.generate import Sampling, generate
 from train.generate import main as generate_main
 from train.generation.decoding import TextRules
 from train.planning.search import Cluster, plan
@@ -153,7 +153,7 @@ def test_a_begin_token_stands_in_front_of_a_prompt_as_in_training(tmp_path, kind
     ids = model.generate(**given, max_new_tokens=30, do_sample=False)
     path = checkpoint.find(run)
     ours, same = load_model(run), checkpoint_tokenizer(path)
-    expected = generate(ours, same, prompt, 30, rules=rules, temperature=0)
+    expected = generate(ours, same, prompt, 30, Sampling(0), rules=rules)
     assert tokenizer.decode(ids[0, 1:].tolist()) == expected
     assert generate(ours, same, prompt, 30) != generate(ours, same, prompt, 30, rules=rules)
     capsys.readouterr()

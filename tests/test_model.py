@@ -15,7 +15,7 @@ from models.config import PRESETS, CPMConfig
 from models.cpm import CPM
 from models.huggingface import config_from_hf, config_to_hf
 from train.data.tokenizer import ByteTokenizer
-from train.generate import generate
+from train.generate import Sampling, generate
 from train.generate import main as generate_main
 
 SMALL = CPMConfig(
@@ -222,13 +222,14 @@ def test_a_layers_window_and_sparse_are_those_of_its_kind():
 def test_sampling_is_seeded_and_settings_are_checked():
     model, tokenizer = initialized(SMALL), ByteTokenizer()
     texts = [
-        generate(model, tokenizer, "ab", 12, seed=seed, top_k=40, top_p=0.9) for seed in (1, 1, 2)
+        generate(model, tokenizer, "ab", 12, Sampling(seed=seed, top_k=40, top_p=0.9))
+        for seed in (1, 1, 2)
     ]
     assert texts[0] == texts[1] != texts[2]
     assert texts[0].startswith("ab")
-    greedy = generate(model, tokenizer, "ab", 5, temperature=0)
+    greedy = generate(model, tokenizer, "ab", 5, Sampling(temperature=0))
     for options in ({"top_k": 1}, {"temperature": 1e-320}):
-        assert generate(model, tokenizer, "ab", 5, **options) == greedy
+        assert generate(model, tokenizer, "ab", 5, Sampling(**options)) == greedy
 
 
 def test_generate_refuses_in_a_line(capsys):

@@ -13,6 +13,7 @@ tokens. Rank 0 chooses the tokens.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import hashlib
 import os
 import sys
@@ -41,7 +42,7 @@ from train.base.command_line import ArgumentParser, read_length
 from train.checkpoints import checkpoint
 from train.data.records import read_text
 from train.data.tokenizer import Tokenizer
-from train.generation.decoding import Choose, Generator, Speed, TextRules, continue_text, sampler
+from train.generation.decoding import Choose, Generator, Sampling, Speed, TextRules, continue_text
 from train.loop import resume
 from train.registry import load
 from train.run import ending
@@ -68,14 +69,11 @@ def generate(
     tokenizer: Tokenizer,
     prompt: str,
     tokens: int,
+    sampling: Sampling = Sampling(),  # noqa: B008 - it is frozen
     *,
     rules: TextRules | None = None,
     chunk: int | None = None,
     speed: Speed | None = None,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    seed: int = 0,
 ) -> str:
     """Return the prompt with up to `tokens` more tokens, by the model's generator (registry.py).
 
@@ -85,7 +83,7 @@ def generate(
     """
     _check_tokens(tokens)
     device = next(model.parameters()).device
-    choose = sampler(device, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    choose = sampling.on(device)
     if not isinstance(model, CPM):
         kind = kind_of(model.config)
         if model.sp.size > 1 or chunk is not None:
@@ -156,21 +154,19 @@ def _parser() -> ArgumentParser:
 
 @dataclass(frozen=True)
 class _Request:
-    """A checked command line. `given` are arguments of TrainConfig, `sampling` of sampler."""
+    """A checked command line. `given` are arguments of TrainConfig."""
 
     args: argparse.Namespace
     prompt: str
     given: dict[str, Any]
     config: TrainConfig
-    sampling: dict[str, Any]
+    sampling: Sampling
 
     @staticmethod
     def read(args: argparse.Namespace) -> _Request:
         """Check the options and read the prompt. Raises ValueError or OSError."""
-        names = ("temperature", "top_k", "top_p", "seed")
-        sampling = {name: getattr(args, name) for name in names}
+        sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
         _check_tokens(args.tokens)
-        sampler(torch.device("cpu"), **sampling)
         given = {name: vars(args)[name] for name in _SHARED if name in args}
         check_source(args.run, given)
         if any("\ud800" <= letter <= "\udfff" for letter in args.prompt or ""):
@@ -189,8 +185,9 @@ class _Request:
         args = self.args
         digest = hashlib.sha256(self.prompt.encode()).hexdigest()[:_SHOWN]
         own = {"run": args.run, "prompt": f"of digest {digest}", "tokens": args.tokens}
-        own |= {"chunk": args.chunk, "dtype": args.dtype, "special": args.special, **self.sampling}
-        return shared_options({**self.config.to_dict(), **own})
+        own |= {"chunk": args.chunk, "dtype": args.dtype, "special": args.special}
+        sampling = dataclasses.asdict(self.sampling)
+        return shared_options({**self.config.to_dict(), **own, **sampling})
 
     def open(self, device: torch.device) -> tuple[CPM | LiveModel, Tokenizer, TextRules]:
         """Return the whole model on one device, its tokenizer and the rules of its texts."""
@@ -230,8 +227,8 @@ class _Request:
         self, model: CPM | LiveModel, tokenizer: Tokenizer, rules: TextRules, speed: Speed
     ) -> None:
         """Print the answer, and the speed at which a dense CPM computed it."""
-        args, options = self.args, {"rules": rules, "speed": speed, **self.sampling}
-        text = generate(model, tokenizer, self.prompt, args.tokens, chunk=args.chunk, **options)
+        given = self.prompt, self.args.tokens, self.sampling
+        text = generate(model, tokenizer, *given, rules=rules, chunk=self.args.chunk, speed=speed)
         ranks.say(text)
         if said := str(speed):
             ranks.warn(said)

@@ -54,12 +54,7 @@ def fill_in(
         decoder.begin(segment, first)
         for place in begun:
             decoder.append(place)
-        found = continue_row(
-            decoder,
-            tokens,
-            tokenizer.eos_id,
-            lambda logits: choose(logits.where(allowed, -torch.inf)),
-        )
+        found = continue_row(decoder, tokens, tokenizer.eos_id, choose, allowed)
         answers.append(tokenizer.text(map(decoder.token, [*begun, *found]), sub_ids))
     return json.dumps(_put_answers(record, iter(answers)), ensure_ascii=False)
 
@@ -127,9 +122,7 @@ def continue_text(
     texts = [i for i in range(tokenizer.vocab_size) if tokenizer.vocabulary.is_text(i)]
     known[[*texts, tokenizer.eos_id]] = True
     known = known.to(decoder.logits.device)
-    found = continue_row(
-        decoder, tokens, tokenizer.eos_id, lambda logits: choose(logits.where(known, -torch.inf))
-    )
+    found = continue_row(decoder, tokens, tokenizer.eos_id, choose, known)
     return prompt + tokenizer.decode(found)
 
 
@@ -248,12 +241,14 @@ class AntDecoder:
 
 
 def continue_row(
-    decoder: BeeDecoder | AntDecoder, tokens: int, end: int, choose: Choose
+    decoder: BeeDecoder | AntDecoder, tokens: int, end: int, choose: Choose, allowed: Tensor
 ) -> list[int]:
-    """Return up to `tokens` more tokens. `choose` takes them from logits (V,), except `end`."""
+    """Return up to `tokens` more tokens before `end`. `choose` takes them from logits (V,) of the
+    `allowed` ones, (V,) bool.
+    """
     found: list[int] = []
     for _ in range(tokens):
-        token = choose(decoder.logits)
+        token = choose(decoder.logits.where(allowed, -torch.inf))
         if token == end:
             break
         found.append(token)

@@ -30,44 +30,45 @@ Choose = Callable[[Tensor], int]  # a token from logits (V,)
 Generator = Callable[[Any, Any, str, int, Choose], str]
 
 
-def sampler(
-    device: torch.device,
-    *,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    seed: int = 0,
-) -> Choose:
-    """Return a function that chooses a token from logits (V,). Temperature 0 is greedy. Tokens are
-    among the top_k most likely ones (0: all), and among the fewest of these with a total
-    probability of top_p. Raises ValueError for settings out of range.
+@dataclass(frozen=True)
+class Sampling:
+    """The choice of tokens. Temperature 0 is greedy. Tokens are among the top_k most likely ones
+    (0: all), and among the fewest of these with a total probability of top_p. Raises ValueError for
+    settings out of range.
     """
-    if not 0 <= temperature < math.inf:
-        raise ValueError(f"--temperature must be finite and not negative, got {temperature}")
-    if top_k < 0:
-        raise ValueError(f"--top-k must not be negative, got {top_k}")
-    if not 0 < top_p <= 1:
-        raise ValueError(f"--top-p must be above 0 and at most 1, got {top_p}")
-    if not 0 <= seed < 2**63:
-        raise ValueError(f"--seed must be at least 0 and below 2^63, got {seed}")
-    generator = torch.Generator(device).manual_seed(seed)
-    return lambda logits: _sample(logits.float(), temperature, top_k, top_p, generator)
 
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
 
-def _sample(
-    logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator
-) -> int:
-    """Choose a token from logits (V,), as `sampler` describes."""
-    if temperature == 0:
-        return int(logits.argmax())
-    # the most likely token gets 0 at any temperature
-    logits = (logits.double() - logits.max()) / temperature
-    probs, tokens = logits.softmax(-1).sort(descending=True)
-    if top_k:
-        probs = probs[:top_k]
-    before = probs.cumsum(-1) - probs
-    probs = probs.masked_fill(before >= top_p * probs.sum(), 0.0)
-    return int(tokens[torch.multinomial(probs, 1, generator=generator)])
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < math.inf:
+            got = self.temperature
+            raise ValueError(f"--temperature must be finite and not negative, got {got}")
+        if self.top_k < 0:
+            raise ValueError(f"--top-k must not be negative, got {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"--top-p must be above 0 and at most 1, got {self.top_p}")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"--seed must be at least 0 and below 2^63, got {self.seed}")
+
+    def on(self, device: torch.device | str) -> Choose:
+        """Return a function that chooses a token from logits (V,) on a device."""
+        generator = torch.Generator(device).manual_seed(self.seed)
+        return lambda logits: self._choose(logits.float(), generator)
+
+    def _choose(self, logits: Tensor, generator: torch.Generator) -> int:
+        if self.temperature == 0:
+            return int(logits.argmax())
+        # the most likely token gets 0 at any temperature
+        logits = (logits.double() - logits.max()) / self.temperature
+        probs, tokens = logits.softmax(-1).sort(descending=True)
+        if self.top_k:
+            probs = probs[: self.top_k]
+        before = probs.cumsum(-1) - probs
+        probs = probs.masked_fill(before >= self.top_p * probs.sum(), 0.0)
+        return int(tokens[torch.multinomial(probs, 1, generator=generator)])
 
 
 class Speed:
