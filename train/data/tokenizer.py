@@ -44,6 +44,8 @@ class ByteTokenizer(Tokenizer):
         return self.eos_id if token == BYTES_END_OF_TEXT else None
 
     def name_of(self, token: int) -> str:
+        if token > self.eos_id:
+            return f"token {token}"
         return BYTES_END_OF_TEXT if token == self.eos_id else f"<0x{token:02X}>"
 
     def _rules(self) -> str:

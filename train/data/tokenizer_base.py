@@ -73,7 +73,9 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def name_of(self, token: int) -> str:
-        """Return the name of a token by its id, by which `id_of` finds it if it is special."""
+        """Return the name of a token by its id, by which `id_of` finds it if it is special. Ids of
+        no token, which a checkpoint may have of another tokenizer, are named, too.
+        """
 
     @abstractmethod
     def _rules(self) -> Any:

@@ -24,7 +24,7 @@ from train.data.stream import Stream
 from train.data.stream_files import StreamFiles, is_stream
 from train.data.tokenizer import Tokenizer, load_tokenizer
 from train.loop import resume
-from train.registry import KINDS, Kind, load
+from train.registry import KINDS, load
 from train.settings.config import TrainConfig, remark_length
 from train.settings.kinds import ModelConfig, kind_of
 from train.settings.settings import DTYPES
@@ -38,7 +38,6 @@ class Inputs:
     validation      sequences of each source of --val-data by name; the name of a path is empty
     """
 
-    kind: Kind
     model: ModelConfig
     training: Source
     validation: dict[str, Stored]
@@ -58,7 +57,6 @@ def open_inputs(config: TrainConfig, device: torch.device) -> Inputs:
     if resumed := config.resumed():
         new_stage = resume.begins_stage(config)
         resume.check_model(*resumed, model, new_stage, config.given_model)
-    kind = kind_of(model)
     warn_of_length(config, model)
     if config.init_from and resumed is None and config.lr == TrainConfig.lr:
         ranks.warn(
@@ -66,9 +64,9 @@ def open_inputs(config: TrainConfig, device: torch.device) -> Inputs:
             "mostly need a smaller one"
         )
     check_kernel(config, model, device)
-    training = _open_training(config, kind, model)
-    validation = _open_validation(config, kind, model, training)
-    return Inputs(kind, model, training, validation, load_tokenizer(training.folder))
+    training = _open_training(config, model)
+    validation = _open_validation(config, model, training)
+    return Inputs(model, training, validation, load_tokenizer(training.folder))
 
 
 def check_same_data(inputs: Inputs) -> None:
@@ -108,12 +106,12 @@ def check_length(config: TrainConfig, data: Source) -> None:
         )
 
 
-def _open_training(config: TrainConfig, kind: Kind, model: ModelConfig) -> Source:
+def _open_training(config: TrainConfig, model: ModelConfig) -> Source:
     """Open --data. Raises ValueError if sources have the same text, or other tokenizers."""
     if isinstance(config.data, str):
-        return open_source(config, kind, model, config.data)
+        return open_source(config, model, config.data)
     shares = parse_shares(config.data)
-    sources = {name: open_source(config, kind, model, at) for name, (at, _) in shares.items()}
+    sources = {name: open_source(config, model, at) for name, (at, _) in shares.items()}
     [(first, expected), *others] = sources.items()
     for name, data in others:
         names = f"source {name} ({data.folder})", f"source {first} ({expected.folder})"
@@ -127,31 +125,31 @@ def _open_training(config: TrainConfig, kind: Kind, model: ModelConfig) -> Sourc
     return Mixture(sources, {name: weight for name, (_, weight) in shares.items()})
 
 
-def open_source(config: TrainConfig, kind: Kind, model: ModelConfig, folder: str) -> Source:
+def open_source(config: TrainConfig, model: ModelConfig, folder: str) -> Source:
     """Open a folder of training data, which may be a stream. Raises ValueError as `open_data`."""
     if not is_stream(folder):
-        return open_data(config, kind, model, folder)
-    if kind is not KINDS[0]:
+        return open_data(config, model, folder)
+    if (kind := kind_of(model)) is not KINDS[0]:
         raise ValueError(
             f"{folder} is a stream of documents, but {config.model_name} is a {kind.name}"
         )
     announces = ranks.rank() % config.sp_size == 0
     stream = Stream(Path(folder), StreamFiles.open(Path(folder)), config, announces)
-    _check_vocabulary(config, None, model, folder, stream)
+    _check_vocabulary(config, None, model, stream)
     return stream
 
 
 def open_data(
-    config: TrainConfig, kind: Kind, model: ModelConfig, folder: str, name: str | None = None
+    config: TrainConfig, model: ModelConfig, folder: str, name: str | None = None
 ) -> Stored:
     """Open a data folder. Raises ValueError if it has more tokens than the model, called `name`."""
-    data: Stored = load(kind.data).open(folder, model, config.seq_len, config.seed)
-    _check_vocabulary(config, name, model, folder, data)
+    data: Stored = load(kind_of(model).data).open(folder, model, config.seq_len, config.seed)
+    _check_vocabulary(config, name, model, data)
     return data
 
 
 def _check_vocabulary(
-    config: TrainConfig, name: str | None, model: ModelConfig, folder: str, data: Source
+    config: TrainConfig, name: str | None, model: ModelConfig, data: Source
 ) -> None:
     if (found := data.vocab_size) <= model.vocab_size:
         return
@@ -165,18 +163,18 @@ def _check_vocabulary(
     else:
         advice = "give --model, or a folder as --init-from"
     raise ValueError(
-        f"{folder} has a vocabulary of {found} tokens, but {name or config.model_name} has only "
-        f"{model.vocab_size}: {advice}"
+        f"{data.folder} has a vocabulary of {found} tokens, but {name or config.model_name} has "
+        f"only {model.vocab_size}: {advice}"
     )
 
 
 def _open_validation(
-    config: TrainConfig, kind: Kind, model: ModelConfig, training: Source
+    config: TrainConfig, model: ModelConfig, training: Source
 ) -> dict[str, Stored]:
     """Open --val-data. Raises ValueError if its tokenizer is not the training data's."""
     opened = {}
     for name, folder in validation_folders(config.val_data).items():
-        data = opened[name] = open_data(config, kind, model, folder)
+        data = opened[name] = open_data(config, model, folder)
         if any(data.folder.samefile(part.folder) for part in parts(training).values()):
             same = f"--val-data and --data are the same folder, {folder}"
             ranks.warn(f"{same}: the validation loss will be measured on training text")

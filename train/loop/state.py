@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bmt_burst import SequenceParallel
+from models.config import CPMConfig
 from train.base import ranks
 from train.base.wording import counted
 from train.checkpoints import checkpoint
@@ -20,7 +20,6 @@ from train.engine import Engine
 from train.loop import resume
 from train.loop.inputs import Inputs
 from train.loop.progress import Progress
-from train.registry import KINDS
 from train.settings.config import TrainConfig
 from train.settings.kinds import ModelConfig
 
@@ -51,7 +50,8 @@ def begin(config: TrainConfig, inputs: Inputs, engine: Engine, path: Path | None
         weights, tokenizer = Path(source), inputs.tokenizer
         allowed, grows = config.allow_other_tokenizer, config.grow_vocabulary
         foreign = check_weights(inputs.training.folder, tokenizer, weights, allowed, grows)
-        if weights.is_dir() and inputs.kind is KINDS[0]:  # exports of others take nothing over
+        # exports of other models take nothing over
+        if weights.is_dir() and isinstance(inputs.model, CPMConfig):
             beside = read_beside(weights, foreign)
         load_weights(source, engine, config.expected_weights(), config.seed)
     return Start(Progress(), inputs.model, config.seq_len, beside, config.accepted_fields())
@@ -60,7 +60,7 @@ def begin(config: TrainConfig, inputs: Inputs, engine: Engine, path: Path | None
 def _load(config: TrainConfig, inputs: Inputs, engine: Engine, path: Path) -> Start:
     """Load a checkpoint, also its loss scale, its random numbers, and its place in the data."""
     saved, new_stage = checkpoint.Checkpoint(path), resume.begins_stage(config)
-    resume.check_same(saved, inputs.model, inputs.training.identity, new_stage, inputs.tokenizer)
+    resume.check_data(saved, inputs.training.identity, new_stage, inputs.tokenizer)
     check_folder(inputs.training.folder, path / checkpoint.TOKENIZER, path)
     so_far = {} if new_stage else saved.state
     names = [field.name for field in dataclasses.fields(Progress)]
@@ -105,13 +105,7 @@ def describe_identity(config: TrainConfig, inputs: Inputs, model: ModelConfig) -
 
 
 def describe_run(
-    config: TrainConfig,
-    model: ModelConfig,
-    engine: Engine,
-    sp: SequenceParallel,
-    inputs: Inputs,
-    batches: Dealer,
-    step: int,
+    config: TrainConfig, inputs: Inputs, engine: Engine, batches: Dealer, step: int
 ) -> str:
     """Describe the model, the ranks, the data, and the step after which the run resumes."""
     c, describe, epoch = config, batches.describe, inputs.training.epoch
@@ -124,9 +118,9 @@ def describe_run(
     if c.tokens_of_chunk is not None:
         chunks = f", each in {counted(-(-c.seq_len // c.tokens_of_chunk), 'chunk')}"
     facts = [
-        f"{c.model_source}: {model.num_parameters:,} parameters, {c.dtype} on "
+        f"{c.model_source}: {inputs.model.num_parameters:,} parameters, {c.dtype} on "
         f"{engine.device.type}, {type(engine).__name__}",
-        f"{batches.dp_size} data parallel x {counted(sp.size, 'sequence parallel rank')}"
+        f"{batches.dp_size} data parallel x {counted(batches.sp.size, 'sequence parallel rank')}"
         + ("" if strategy == "auto" else f", strategy {strategy}"),
         f"{counted(c.batch_size, 'sequence')} of {counted(c.seq_len, 'token')} a step{chunks}",
         (f"{counted(epoch, 'sequence')} an epoch, " if epoch else "") + describe(inputs.training),

@@ -31,6 +31,7 @@ from train.run.output_folder import check_shared
 from train.run.watchdog import Watchdog
 from train.settings.config import TrainConfig
 from train.settings.facts import parse_steps
+from train.settings.kinds import kind_of
 
 
 class Trainer:
@@ -61,7 +62,7 @@ class Trainer:
         ranks.together(lambda: watchdog.write_to(self.root / "stacks"))
         self.sp = ranks.together(lambda: make_groups(config, opened.training))
         self.batches: Dealer[Work] = ranks.together(
-            lambda: load(opened.kind.batches)(config, opened.model, self.sp, device)
+            lambda: load(kind_of(opened.model).batches)(config, opened.model, self.sp, device)
         )
         watchdog.alive("choosing a checkpoint")
         path = resume.choose_checkpoint(config)
@@ -114,8 +115,8 @@ class Trainer:
     def _train(self) -> bool:
         """Do the work of `run`."""
         config, progress = self.config, self.progress
-        described = config, self.start.model, self.engine, self.sp, self.inputs, self.batches
-        self.metrics.say(describe_run(*described, progress.step))
+        described = describe_run(config, self.inputs, self.engine, self.batches, progress.step)
+        self.metrics.say(described)
         for line in self.compiled:
             self.metrics.say(line)
         if self.skips.ranges:

@@ -71,8 +71,8 @@ class Trained:
 
     def open_data(self, folder: str, seq_len: int) -> Sequences:
         """Open a data folder as in training. Raises ValueError if it has another tokenizer."""
-        config, kind = dataclasses.replace(self.config, seq_len=seq_len), kind_of(self.model)
-        data: Any = open_data(config, kind, self.model, folder, str(self.path or config.model_name))
+        config = dataclasses.replace(self.config, seq_len=seq_len)
+        data: Any = open_data(config, self.model, folder, str(self.path or config.model_name))
         place = data.folder
         if self.path is not None:
             check_folder(place, self.path / checkpoint.TOKENIZER, self.path)
