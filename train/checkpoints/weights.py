@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
 import torch
@@ -12,6 +11,7 @@ from models.tensor_files import is_file, open_file, open_folder
 from models.weights import Expected, Shapes, Weights
 from train.base import ranks
 from train.engine import Engine, Shard
+from train.engine.common import seeded_generator
 
 _VOCABULARY = {"embed_tokens.weight", "lm_head.weight", "input_embedding.weight"}
 _NOISE = 0.01  # standard deviation of a new row's noise, relative to that of each column
@@ -78,6 +78,5 @@ def _read_shard(weights: Weights, name: str, shard: Shard, seed: int) -> Tensor:
 def _new_rows(name: str, whole: Tensor, count: int, seed: int) -> Tensor:
     """Return rows (count, E) in fp32 for new tokens: the mean of all rows, with small noise."""
     deviation, mean = torch.std_mean(whole.float(), 0, correction=0)
-    digest = hashlib.sha256(f"{seed}/{name}/new".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    generator = seeded_generator(f"{seed}/{name}/new")
     return mean + _NOISE * deviation * torch.randn(count, whole.shape[1], generator=generator)

@@ -43,7 +43,6 @@ class BMTrainEngine(Engine):
         from bmt_burst.adapters.bmtrain import distribute
 
         self._bmtrain = bmtrain
-        self.rank, self.world_size = bmtrain.rank(), bmtrain.world_size()
         self.device = torch.device("cuda", torch.cuda.current_device())
         self._scales_loss = dtype == torch.float16
         self.loss_scale = _FIRST_LOSS_SCALE if self._scales_loss else 1.0

@@ -132,8 +132,6 @@ class Engine(ABC):
 
     loss_scale: float = 1.0
     steps_at_scale: int = 0
-    rank: int
-    world_size: int
     device: torch.device
     model: nn.Module
     _optimizer: ShardedAdamW
@@ -174,18 +172,15 @@ class Engine(ABC):
         self._optimizer.load(read, optimizer_steps)
 
     def _start_masters(self, seed: int) -> None:
+        """Fill the masters with their parts of parameters, which are the same on all ranks."""
+        fill: Any = self.model.init_parameter
         for name, shard in self._optimizer.shards.items():
-            whole = _starting_weight(self.model, name, shard.shape, seed, self.device)
+            whole = torch.empty(shard.shape, device=self.device)
+            fill(name, whole, seeded_generator(f"{seed}/{name}", self.device))
             shard.flat.copy_(whole.flatten()[shard.start : shard.start + shard.flat.numel()])
 
 
-def _starting_weight(
-    model: nn.Module, name: str, shape: tuple[int, ...], seed: int, device: torch.device
-) -> Tensor:
-    """Return a whole parameter at the start of training, in fp32, the same on all ranks."""
-    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    whole = torch.empty(shape, device=device)
-    fill: Any = model.init_parameter
-    fill(name, whole, generator)
-    return whole
+def seeded_generator(text: str, device: torch.device | str = "cpu") -> torch.Generator:
+    """Return a generator with a hash of `text` as its seed."""
+    digest = hashlib.sha256(text.encode()).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)

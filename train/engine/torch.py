@@ -15,12 +15,6 @@ from torch.distributed.tensor import DTensor
 from .common import AdamW, Engine, Shard, ShardedAdamW, layers_name
 
 
-def _distributed(tensor: object) -> DTensor:
-    """Return a parameter or gradient, which FSDP2 made a DTensor."""
-    assert isinstance(tensor, DTensor)
-    return tensor
-
-
 class TorchEngine(Engine):
     """Shards `build()` over all ranks of torch.distributed, block by block.
 
@@ -48,7 +42,8 @@ class TorchEngine(Engine):
         with torch.device("meta"):
             self.model = build()
         self._shard_model(dtype, keeps_weights)
-        self._sharded = {name: _distributed(p) for name, p in self.model.named_parameters()}
+        # DTensors, as are their gradients
+        self._sharded: dict[str, Any] = dict(self.model.named_parameters())
         self._optimizer = ShardedAdamW(
             {name: self._make_shard(p) for name, p in self._sharded.items()}, adamw
         )
@@ -92,7 +87,7 @@ class TorchEngine(Engine):
 
     @torch.no_grad()  # or to_local() would take the host longer
     def step(self, lr: float, max_norm: float) -> float:
-        grads = {name: _distributed(p.grad).to_local() for name, p in self._sharded.items()}
+        grads = {name: p.grad.to_local() for name, p in self._sharded.items()}
         try:
             return self._optimizer.step(grads, lr, max_norm, self.sum)
         finally:

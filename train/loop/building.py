@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -70,9 +71,13 @@ def make_engine(
     default what the config says.
     """
     kept = kept or Kept(config.saving())
-    make, dtype = load(kind_of(model).model), DTYPES[config.dtype]
+    make = load(kind_of(model).model)
     adamw = AdamW(betas=(config.beta1, config.beta2), weight_decay=config.weight_decay)
-    optimizer = adamw if trains else None
+    options: dict[str, Any] = {
+        "dtype": DTYPES[config.dtype],
+        "seed": config.seed,
+        "adamw": adamw if trains else None,
+    }
 
     def build() -> torch.nn.Module:
         built: torch.nn.Module = make(model, sp, kept.saving, **config.attention)
@@ -84,17 +89,8 @@ def make_engine(
     if initialized_bmtrain():
         from train.engine.bmtrain import BMTrainEngine
 
-        return BMTrainEngine(
-            build, dtype=dtype, seed=config.seed, adamw=optimizer, offload=config.offload_optimizer
-        )
+        return BMTrainEngine(build, **options, offload=config.offload_optimizer)
     # imported late: it takes seconds, which the launcher and refused runs need not spend
     from train.engine.torch import TorchEngine
 
-    return TorchEngine(
-        build,
-        device=device,
-        dtype=dtype,
-        seed=config.seed,
-        adamw=optimizer,
-        keeps_weights=kept.weights,
-    )
+    return TorchEngine(build, **options, device=device, keeps_weights=kept.weights)
