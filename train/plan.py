@@ -78,19 +78,15 @@ def _parser() -> ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     parser = _parser()
-    given = vars(parser.parse_args(argv))
-    names = ("gpus", "gpu", "gpu_memory", "host_memory", "network")
-    machine = {name: given.pop(name) for name in names}
-    cost = {name: given.pop(name) for name in ("tokens", "price_per_gpu_hour")}
+    args = parser.parse_args(argv)
+    given = {name: value for name, value in vars(args).items() if name in _OPTIONS}
     try:
-        hardware = GPUS[machine["gpu"]]
-        gib = hardware.gib if machine["gpu_memory"] is None else machine["gpu_memory"]
-        cluster = Cluster(
-            machine["gpus"], gib, hardware, machine["host_memory"], machine["network"]
-        )
+        hardware = GPUS[args.gpu]
+        gib = hardware.gib if args.gpu_memory is None else args.gpu_memory
+        cluster = Cluster(args.gpus, gib, hardware, args.host_memory, args.network)
         if cluster.host_gib is None:
             cluster = dataclasses.replace(cluster, host_gib=free_host_gib(cluster.of_host))
-        budget = Budget(cost["tokens"], cost["price_per_gpu_hour"])
+        budget = Budget(args.tokens, args.price_per_gpu_hour)
         for part in _report(given, cluster, budget):
             print(part, flush=True)
     except (ValueError, OSError) as error:
