@@ -9,7 +9,7 @@ import pytest
 from bmt_burst import IGNORE_INDEX
 from tests.preparing import edit_index, write_documents
 from tests.test_documents import EOS, LENGTHS
-from train.data import documents
+from train.data import token_file
 from train.data.folder import Sequences, TokenFile
 from train.data.stored import StoredNumbers, TokenWriter
 from train.data.tokenizer import ByteTokenizer
@@ -111,7 +111,7 @@ def test_data_that_counts_begun_documents_is_not_searched(tmp_path, monkeypatch,
 def test_a_search_goes_through_all_of_the_data_in_pieces(folder, monkeypatch):
     expected = TokenFile(folder).with_begin_token(3)[:]
     assert len(expected) == 79 + 8
-    monkeypatch.setattr(documents, "_SCANNED", 4)
+    monkeypatch.setattr(token_file, "_SCANNED", 4)
     assert (TokenFile(folder).with_begin_token(3)[:] == expected).all()
 
 

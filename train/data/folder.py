@@ -1,7 +1,7 @@
 """The order in which training reads tokens on disk: sequences of one length.
 
 If documents are kept apart, a sequence's mask is cut where they start, also in front of the rest of
-a document. Each may get a begin token (documents.py).
+a document. Each may get a begin token (token_file.py).
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from bmt_burst import IGNORE_INDEX
-from train.data.documents import BegunText, StoredDocuments
 from train.data.source import Stored
 from train.data.stored import StoredNumbers
-from train.data.token_file import TokenFile
+from train.data.token_file import BegunText, StoredDocuments, TokenFile
 
 
 @dataclass(frozen=True)
