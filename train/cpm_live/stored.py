@@ -38,10 +38,6 @@ class InstanceWriter(DataWriter[Instance]):
         self._more = {name: HashedFile(folder / name) for name in sorted(names)}
         self.segments = 0
 
-    @property
-    def units(self) -> int:
-        return self.documents
-
     def write(self, document: Iterable[Instance]) -> None:
         [instance] = document
         if len(instance):

@@ -88,9 +88,9 @@ class Mixture(Source):
     """The rows of several sources in the shares of their weights. Each starts over on its own."""
 
     def __init__(self, sources: Mapping[str, Source], weights: Mapping[str, Fraction]):
-        self.sources, self.names, self._weights = dict(sources), tuple(sources), dict(weights)
+        self.sources, self._weights = dict(sources), dict(weights)
         self.interleaving = Interleaving(weights)
-        self._first = first = self.sources[self.names[0]]
+        self._first = first = next(iter(self.sources.values()))
         self.folder, self.vocab_size, self.kind = first.folder, first.vocab_size, first.kind
         self.documents = first.documents
 
@@ -137,7 +137,7 @@ class Mixture(Source):
         return self.sources[name].of_sample(place)
 
     def number_of(self, sample: int) -> int:
-        return self.names.index(self.interleaving.locate(sample)[0])
+        return list(self.sources).index(self.interleaving.locate(sample)[0])
 
     def state(self, samples: int) -> dict[str, Any]:
         counts = self.interleaving.count(samples)
@@ -174,7 +174,7 @@ def parts(data: Source) -> dict[str, Source]:
 
 def source_names(data: Source) -> tuple[str, ...]:
     """Return the names of a mixture's sources. Nothing for other data."""
-    return data.names if isinstance(data, Mixture) else ()
+    return tuple(data.sources) if isinstance(data, Mixture) else ()
 
 
 def starting_over(data: Source, before: int, after: int) -> list[str]:

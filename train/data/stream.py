@@ -38,8 +38,8 @@ class Stream(Source):
         """Make a stream. Only one rank of a group that shares rows `announces` what it finds."""
         self.folder, self.documents, self.bos = folder, documents, bos
         self._files, self._sizes, self._announces = files, sizes, announces
-        self._tokenizer = load_tokenizer(folder)
-        self.vocab_size = self._tokenizer.vocab_size
+        self._encoder = Encoder(load_tokenizer(folder), files.field)
+        self.vocab_size = self._encoder.tokenizer.vocab_size
         size = sizes.batch_size
         # a divisor of the batch size, with several files for each lane
         most = max(min(len(files.files) // _FILES_PER_LANE, size, _MOST_LANES), 1)
@@ -50,7 +50,7 @@ class Stream(Source):
 
     @property
     def bos_id(self) -> int:
-        return self._tokenizer.bos_id
+        return self._encoder.tokenizer.bos_id
 
     @property
     def description(self) -> str:
@@ -122,19 +122,10 @@ class Stream(Source):
 
     def _open_lane(self, number: int) -> Lane:
         if number not in self._lanes:
-            encoder = Encoder(self._tokenizer, self._files.field)
-            reader = BlockReader(
-                self._files,
-                encoder,
-                number,
-                self.num_lanes,
-                self._sizes.seed,
-                self.bos,
-                self._broken,
-            )
-            self._lanes[number] = Lane(
-                reader, self._thread, self._sizes.seq_len, self.documents, self._saved[number]
-            )
+            sizes, saved = self._sizes, self._saved[number]
+            order = number, self.num_lanes, sizes.seed
+            reader = BlockReader(self._files, self._encoder, *order, self.bos, self._broken)
+            self._lanes[number] = Lane(reader, self._thread, sizes.seq_len, self.documents, saved)
         return self._lanes[number]
 
     @cached_property

@@ -25,11 +25,9 @@ def read_texts(opened: BinaryIO, kind: str, field: str) -> Iterator[tuple[Texts,
     try:
         for column, place in read(pyarrow, opened, field):
             yield column.cast(pyarrow.large_binary()).to_pylist(), place
-    except OSError as error:
-        if error.errno is not None:
+    except (OSError, pyarrow.ArrowException) as error:
+        if getattr(error, "errno", None) is not None:  # an error of reading, and not pyarrow's own
             raise
-        raise BrokenFile(str(error).strip()) from error  # pyarrow's own
-    except pyarrow.ArrowException as error:
         raise BrokenFile(str(error).strip()) from error
 
 
