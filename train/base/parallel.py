@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import signal
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
@@ -28,17 +28,17 @@ class Worker:
         theirs.close()
 
     def give(self, item: object) -> None:
-        try:
+        with suppress(OSError):  # of a process that died, which `take` reports
             self.connection.send(item)
-        except OSError:
-            raise self._death(item) from None
 
     def take(self, item: object) -> Any:
         """Return the result of the item given last. Raises ValueError if its work failed."""
         try:
             result, problem = self.connection.recv()
         except (EOFError, OSError):
-            raise self._death(item) from None
+            self.process.join()
+            code = self.process.exitcode
+            raise ValueError(f"{item}: the worker process died with exit code {code}") from None
         if problem:
             raise ValueError(f"{item}: {problem}")
         return result
@@ -47,10 +47,6 @@ class Worker:
         self.process.kill()
         self.process.join()
         self.connection.close()
-
-    def _death(self, item: object) -> ValueError:
-        self.process.join()
-        return ValueError(f"{item}: the worker process died with exit code {self.process.exitcode}")
 
 
 def map_in_order(

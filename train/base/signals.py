@@ -127,16 +127,11 @@ def die_with_parent(agent_dies: signal.Signals = signal.SIGKILL) -> None:
     """Let Linux kill this rank if its launcher is killed. If torchrun's agent dies, as of SIGUSR1
     from Slurm, send it `agent_dies`, so that it can still save.
     """
-    if sys.platform != "linux":
+    if sys.platform != "linux" or not (has_agent() or has_launcher()):
         return
-    if has_agent():
-        die_with(os.getppid(), agent_dies)
-    elif has_launcher():
-        die_with(int(os.environ[LAUNCHER]))
-
-
-def die_with(parent: int, signum: signal.Signals = signal.SIGKILL) -> None:
-    """Let Linux send this process a signal when process `parent`, which started it, ends."""
+    parent, signum = os.getppid(), agent_dies
+    if has_launcher():
+        parent, signum = int(os.environ[LAUNCHER]), signal.SIGKILL
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signum)
     if os.getppid() != parent:
         sys.exit("the process that started this one is gone")

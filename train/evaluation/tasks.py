@@ -50,10 +50,7 @@ class Bin:
     @property
     def perplexity(self) -> float:
         """The exponential of the loss, infinite above what a float holds."""
-        try:
-            return math.exp(self.loss)
-        except OverflowError:
-            return math.inf
+        return float(torch.tensor(self.loss, dtype=torch.float64).exp())
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -98,12 +99,9 @@ def _local_store() -> dist.TCPStore:
 
 def _start(argv: Sequence[str], rank: int, processes: int, port: int) -> subprocess.Popen:
     """Start a rank, which ignores Ctrl-C: a terminal sends it to all, and the launcher stops."""
-
-    def ignore_interrupts() -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-
     environment = _environment(rank, processes, port)
-    return subprocess.Popen([sys.executable, *argv], env=environment, preexec_fn=ignore_interrupts)
+    ignore = partial(signal.signal, signal.SIGINT, signal.SIG_IGN)
+    return subprocess.Popen([sys.executable, *argv], env=environment, preexec_fn=ignore)
 
 
 def _note_ended(started: list[subprocess.Popen], ended: dict[int, int]) -> None:

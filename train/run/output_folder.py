@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import secrets
 import shutil
-import socket
 import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from socket import gethostname
 
 from train.base import ranks
 from train.base.files import writing
@@ -26,16 +26,12 @@ def check_shared(root: Path) -> None:
     """Raise RankError on every rank unless each rank sees a file of every rank under `root`."""
     # the name of a save that was given up, which the next save removes
     folder = root / ranks.gather(f".step_check_{secrets.token_hex(8)}")[0]
-    files = [f"rank {rank} on {host}" for rank, host in enumerate(ranks.gather(_host()))]
+    files = [f"rank {rank} on {host}" for rank, host in enumerate(ranks.gather(gethostname()))]
     try:
         ranks.together(lambda: _leave_file(folder / files[ranks.rank()]))
         ranks.together(lambda: _wait_for_files(folder, files))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _host() -> str:
-    return socket.gethostname()
 
 
 def _leave_file(file: Path) -> None:
@@ -49,9 +45,10 @@ def _wait_for_files(folder: Path, files: Sequence[str]) -> None:
     while missing := sorted(set(files) - {file.name for file in folder.iterdir()}):
         if time.monotonic() > deadline:
             raise ValueError(
-                f"{_host()} does not see in {folder.parent.absolute()} what {missing[0]} wrote "
-                "there: checkpoints need one --output on a file system that all hosts share. With "
-                "disks of their own, train on one host, or with --no-save, which leaves curves only"
+                f"{gethostname()} does not see in {folder.parent.absolute()} what {missing[0]} "
+                "wrote there: checkpoints need one --output on a file system that all hosts share. "
+                "With disks of their own, train on one host, or with --no-save, which leaves "
+                "curves only"
             )
         time.sleep(_TICK)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +43,7 @@ from train.settings.kinds import DEFAULT_MODEL, PRESETS
 SCHEDULES = ("wsd", "cosine", "linear")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _NO_PATHS = (None, "auto", "never", *PRESETS)  # values of settings that are paths otherwise
-
-
-def _parse_eval_tasks(names: str) -> tuple[str, ...]:
-    return parse_tasks(names, "--eval-tasks")
+_parse_eval_tasks = partial(parse_tasks, option="--eval-tasks")
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ One difference remains: where a text spells a special token, transformers reads 
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -56,9 +55,6 @@ def save_for_transformers(
     (folder / "tokenizer_config.json").write_text(json.dumps(written, indent=2) + "\n")
     if isinstance(tokenizer, JsonTokenizer):
         tokenizer = JsonTokenizer(folder / "tokenizer.json", tokenizer.eos)
-    elif isinstance(tokenizer, SentencePieceTokenizer):
-        shutil.copyfile(tokenizer.file, folder / "tokenizer.model")
-        tokenizer = SentencePieceTokenizer(folder / "tokenizer.model", tokenizer.eos)
     tokenizer.save(folder)
 
 
