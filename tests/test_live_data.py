@@ -540,7 +540,7 @@ def test_a_run_continues_with_batches_of_another_size(bee_folder, monkeypatch):
         [batch] = batches.of_step(data, first, last)
         expected = [of_sample(sample).scores for sample in range(first, first + size)]
         assert batch.scores == tuple(expected)
-        assert (batches._ahead is None) == last
+        assert (not batches._ahead) == last
     batches._reader.shutdown()
     assert read == [*range(8, 8 + (steps - 2) * size)]
 

@@ -66,19 +66,14 @@ class LiveBatches(Dealer[LiveMicroBatch]):
         sp.layout_of(config.seq_len)  # raises ValueError if it is too short
         self._model = model
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="reader")
-        self._ahead: tuple[int, Future] | None = None
+        self._ahead: dict[int, Future] = {}  # by the first sample of the step
 
     def of_step(self, data: Source, first: int, last: bool = False) -> list[LiveMicroBatch]:
-        ahead, self._ahead = self._ahead, None
-        made = (
-            ahead[1]
-            if ahead and ahead[0] == first
-            else self._reader.submit(super().of_step, data, first)
-        )
+        made = self._ahead.pop(first, None) or self._reader.submit(super().of_step, data, first)
         found = made.result()
         following = first + self.config.batch_size
         if not last:
-            self._ahead = following, self._reader.submit(super().of_step, data, following)
+            self._ahead = {following: self._reader.submit(super().of_step, data, following)}
         return [batch.to(self.device) for batch in found]
 
     def _read(self, data: PackedRows, indices: Sequence[int | None]) -> LiveMicroBatch:
