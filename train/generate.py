@@ -50,10 +50,10 @@ from train.run.distributed import choose_device, init_distributed, rank_timeout
 from train.run.launch import launch
 from train.run.watchdog import Watchdog, telling
 from train.settings.config import TrainConfig
-from train.settings.kinds import ModelConfig, config_of, kind_of
+from train.settings.kinds import config_of, kind_of
 from train.settings.options import add_options
 from train.settings.settings import DTYPES, shared_options
-from train.trained.model import check_source, checkpoint_tokenizer, load_model, open_trained
+from train.trained.model import check_source, checkpoint_tokenizer, open_trained, read_saved
 from train.trained.texts import begin_token, folder_stops, lacking_tokens, run_stops
 
 _PROGRAM = "generate.py"
@@ -193,11 +193,10 @@ class _Request:
         """Return the whole model on one device, its tokenizer and the rules of its texts."""
         dtype = DTYPES[self.args.dtype]
         if self.args.run:
-            path = checkpoint.find(self.args.run)
-            config = config_of(checkpoint.Checkpoint(path).state["model"])
-            tokenizer = checkpoint_tokenizer(path)
-            rules = self._rules(path, config, tokenizer)
-            return load_model(path, device, dtype), tokenizer, rules
+            saved = checkpoint.Checkpoint(checkpoint.find(self.args.run))
+            tokenizer = checkpoint_tokenizer(saved.path)
+            rules = self._rules(saved, tokenizer)
+            return read_saved(saved, device, dtype), tokenizer, rules
         trained = open_trained({**self.given, "dtype": self.args.dtype}, None, None, device)
         stops = folder_stops(trained.name, trained.tokenizer)
         longest = trained.model.longest_sequence
@@ -205,15 +204,15 @@ class _Request:
         rules = TextRules(trained.bos, stops, self.args.special, longest, lacking)
         return trained.read(device, dtype), trained.tokenizer, rules
 
-    def _rules(self, path: Path, model: ModelConfig, tokenizer: Tokenizer) -> TextRules:
+    def _rules(self, saved: checkpoint.Checkpoint, tokenizer: Tokenizer) -> TextRules:
         """Return the rules of a run's texts. Warn if nothing can begin a text."""
-        config, state = self.config, checkpoint.Checkpoint(path).state
+        config, state, model = self.config, saved.state, config_of(saved.state["model"])
         if not isinstance(model, CPMConfig):
             if config.bos != "auto" or self.args.special:
                 found = kind_of(model).name
                 raise ValueError(f"--bos and --special are for a dense CPM, got a {found}")
             return TextRules()
-        bos, began = begin_token(config, path, tokenizer), resume.saved_begin_token(state)
+        bos, began = begin_token(config, saved.path, tokenizer), resume.saved_begin_token(state)
         masked = resume.saved_documents(state) == "mask"
         if bos is None and began is None and not self.prompt and masked:
             ranks.warn(

@@ -95,7 +95,13 @@ def load_model(
     """Return the whole model of a run's newest checkpoint, or of a checkpoint, on one device.
     Raises CheckpointError if there is none.
     """
-    saved = checkpoint.Checkpoint(checkpoint.find(Path(run)))
+    return read_saved(checkpoint.Checkpoint(checkpoint.find(Path(run))), device, dtype)
+
+
+def read_saved(
+    saved: checkpoint.Checkpoint, device: torch.device | str, dtype: torch.dtype
+) -> CPM | LiveModel:
+    """Return the whole model of a checkpoint on one device."""
     config = config_of(saved.state["model"])
     with torch.device("meta"):
         model = load(kind_of(config).model)(config)
