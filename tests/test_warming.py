@@ -146,7 +146,7 @@ def skip_far(monkeypatch):
         {"chunks": 5, "sparse": SHORT_BLOCKS, "attention": RING},
         {"chunks": 4, "size": 4, "inner": 2, "documents": False},
         {"chunks": 3, "seq_len": 50, "attention": RING},
-        {"chunks": 7, "num_heads": 8, "attention": RING},
+        {"chunks": 5, "num_heads": 8, "attention": RING},
     ],
     ids=str,
 )
@@ -156,7 +156,7 @@ def test_masks_of_a_run_need_no_other_kernels(changes, monkeypatch):
     run, chance = changed(**{"seq_len": 1 << 14} | changes), random.Random(1)
     known = note(run).keys()
     tokens = run.seq_len - run.seq_len % (run.size * run.chunks)
-    examples = [random_ends(chance, tokens) if run.documents else [0, tokens] for _ in range(8)]
+    examples = [random_ends(chance, tokens) if run.documents else [0, tokens] for _ in range(4)]
     monkeypatch.setattr(warming, "_CHUNKS", run.chunks)
     monkeypatch.setattr(Rehearsal, "examples", lambda self: examples)
     for rank in chance.sample(range(run.size), 2):
