@@ -54,7 +54,8 @@ from train.settings.options import make_config, parse_options
 
 RESULTS = ROOT / "bench/results"
 YARN = {"kind": "yarn", "factor": 4.0, "original_length": 8192}
-MEMORY_ERROR, SECONDS_ERROR = 0.10, 0.12  # docs/planning.md promises them
+MEMORY_ERROR, SECONDS_ERROR = 0.07, 0.12  # docs/planning.md promises them
+ATTENTION_MEMORY_ERROR = 0.10  # attention alone
 
 
 def read(name: str) -> list[dict]:
@@ -110,7 +111,8 @@ def test_the_memory_of_attention_is_near_what_was_measured():
         if strategy == "ulysses":  # measured when it computed all heads at once
             assert total / GIB < 0.85 * row["peak_extra_gib"], row
         else:
-            assert total / GIB == pytest.approx(row["peak_extra_gib"], rel=MEMORY_ERROR), row
+            expected = pytest.approx(row["peak_extra_gib"], rel=ATTENTION_MEMORY_ERROR)
+            assert total / GIB == expected, row
 
 
 @pytest.mark.parametrize(

@@ -325,9 +325,13 @@ def _find_memory(
         "kept states": states,
         "gathered weights": sharding.outside * outside,
     }
-    moments = [("optimizer", _add(constant, {"gradients": sharding.gradients * shard}))]
-    for name, parts in _find_moments(sharding, layers, gpus, head):
-        moments.append((name, _add(constant, running, parts)))
+    # gradients outside the blocks are reduced last
+    last = {
+        "gathered weights": (sharding.head_gradient + sharding.reduced) * outside,
+        "gradients": sharding.gradients * shard,
+    }
+    found = ("optimizer", last), *_find_moments(sharding, layers, gpus, head)
+    moments = [(name, _add(constant, running, parts)) for name, parts in found]
     name, worst = max(moments, key=lambda moment: sum(moment[1].values()))
     parked = [nbytes for each in layers for nbytes in each.unit.parked]
     host = sum(map(_pinned_bytes, parked)) + sharding.host * shard
@@ -363,11 +367,15 @@ def _find_moments(
         gathered = sharding.forward * each.parameters / len(each.attention)
         parts = {"activations": saved, "working memory": each.forward}
         yield "forward", {**parts, "gathered weights": gathered + kept[index]}
-    gradients = sharding.gradients * head / gpus
+    # gradients outside the blocks are reduced at once, or stay whole until the end
+    gradients = 0.0 if sharding.head_gradient else sharding.gradients * head / gpus
     for index, (each, saved) in reversed([*enumerate(blocks)]):
-        count = len(each.attention)
-        # a group of blocks also gathers one of them to recompute it
-        gathered = (sharding.backward + sharding.forward * (count > 1)) * each.parameters / count
+        count, of_block = len(each.attention), each.parameters / len(each.attention)
+        gathered = sharding.backward * of_block + sharding.head_gradient * head
+        if count > 1:  # a group of blocks also gathers one of them to recompute it
+            gathered += sharding.forward * of_block
+        if count > 1 or index + 1 < len(blocks):  # another block's gradients are reduced
+            gathered += sharding.reduced * of_block
         # what the block before it parked returns meanwhile
         returning = sum(blocks[index - 1][0].unit.parked)
         yield (
@@ -375,7 +383,7 @@ def _find_moments(
             {
                 "activations": saved + each.unit.saved,
                 "working memory": each.backward - each.unit.saved + returning,
-                "gathered weights": gathered + sharding.head_gradient * head + kept[index],
+                "gathered weights": gathered + kept[index],
                 "gradients": gradients,
             },
         )

@@ -26,6 +26,7 @@ class Sharding:
 
     Of whole weights, while they are gathered:
     forward, backward   a block's, with its gradients in the backward
+    reduced             a block's, while the block before it computes its backward
     kept                all blocks', from their forward to their backward
     outside             those outside the blocks, for the whole step
     head, head_gradient the vocabulary's that make logits, while the loss runs, and from then on
@@ -42,6 +43,7 @@ class Sharding:
     gradients: int
     forward: int
     backward: int
+    reduced: int
     kept: int
     outside: int
     head: int
@@ -68,6 +70,7 @@ def bmtrain_sharding(itemsize: int, offloaded: bool, accumulates: bool) -> Shard
         gradients=itemsize,
         forward=itemsize,
         backward=2 * itemsize,
+        reduced=0,
         kept=0,
         outside=0,
         head=itemsize,
@@ -83,7 +86,7 @@ def torch_sharding(itemsize: int, accumulates: bool, keeps_weights: bool) -> Sha
     are masters, and are rounded when they are gathered.
 
     It gathers the next block into a buffer while one computes, and reduces gradients in fp32
-    meanwhile. Weights outside the blocks and their gradients stay gathered.
+    meanwhile. Weights outside the blocks stay gathered, and their gradients are reduced last.
     """
     gathers = 1 if keeps_weights else 2
     return Sharding(
@@ -94,7 +97,8 @@ def torch_sharding(itemsize: int, accumulates: bool, keeps_weights: bool) -> Sha
         gradients=0 if accumulates else _FP32,
         forward=3 * itemsize,
         # kept weights are not gathered again
-        backward=(1 if keeps_weights else 4) * itemsize + _FP32,
+        backward=(1 if keeps_weights else 4) * itemsize,
+        reduced=_FP32,
         kept=itemsize if keeps_weights else 0,
         outside=itemsize,
         head=0,
