@@ -17,9 +17,8 @@ from train.settings.config import TrainConfig, refuses_chunk
 from train.settings.kinds import ModelConfig, kind_of
 from train.settings.settings import DTYPES
 
-from .hosts import received_bytes
 from .memory import Step, plan_step
-from .seconds import GIB, Hardware, StepSeconds, step_seconds, usable_bytes
+from .seconds import GIB, Hardware, StepSeconds, received_bytes, step_seconds, usable_bytes
 
 TILE = 16384  # tokens of --mlp-tile that plans recommend
 _LONGEST = 1 << 26  # tokens of a sequence, more are not planned

@@ -49,6 +49,7 @@ _HEADS, _HEAD_SIZE = 32, 128
 _FORWARD_TENSORS, _BACKWARD_TENSORS = 6, 14
 _FORWARD_STATES, _BACKWARD_STATES = 4, 8
 _STATES_RATE = 150e9  # bytes a second at which states are exchanged, an assumption
+_GRADIENT_BYTES = {"torch": 4, "bmtrain": 2}  # of a parameter, at least, when they are reduced
 
 
 @dataclass(frozen=True)
@@ -249,3 +250,36 @@ def _lightning_seconds(shape: LightningShape, run: str, products: float, traffic
     operations = factor * shape.rank_tokens * lightning_flops(shape.heads, shape.head_size)
     exchange = shape.exchanged_bytes / _STATES_RATE if shape.chunked else 0.0
     return max(nbytes / traffic, operations / products) + exchange
+
+
+def received_bytes(
+    step: Step, parameters: int, itemsize: int, engine: str, hosts: int, sharing: int
+) -> float:
+    """Return the bytes that each of `hosts` hosts receives from others in a step: of weights, of
+    gradients to reduce and, if `sharing` of them share a sequence, of keys, as in the double ring.
+    A weight has `itemsize` bytes when it is gathered, which happens twice.
+    """
+    of_parameter = 2 * itemsize + max(_GRADIENT_BYTES[engine], itemsize)
+    weights = step.chunks * parameters * of_parameter
+    keys = sum(count * _count_keys(run, step.chunks) for run, count in step.attention.items())
+    received = weights * (hosts - 1) / hosts + keys * (sharing - 1) / sharing
+    return step.micro_batches * received
+
+
+def _count_keys(run: AttentionRun, chunks: int) -> float:
+    """Count the bytes of an attention's keys, or of its queries if these are fewer.
+
+    A forward sends keys and values, or queries and their results. A backward also sends gradients.
+    Sparse attention always sends keys, and in a forward once more to choose. Chunks send the keys
+    of all earlier ones again. States of lightning attention are few.
+    """
+    shape, is_backward = run.shape, run.run == "backward"
+    if not isinstance(shape, AttentionShape):
+        return 0.0
+    is_sparse = shape.sparse is not None and not shape.sparse.is_dense(shape.tokens)
+    of_head = shape.batch * shape.head_size * shape.dtype.itemsize
+    tokens = min(shape.tokens, 2 * (shape.window or shape.tokens))  # zigzag has two runs
+    parts = 4 if is_backward else 3 if is_sparse and run.run == "forward" else 2
+    by_keys = parts * tokens * shape.kv_heads * of_head * (chunks + 1) / 2
+    by_queries = (3 if is_backward else 2) * shape.tokens * shape.heads * of_head
+    return by_keys if is_sparse else min(by_keys, by_queries)
