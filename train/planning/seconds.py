@@ -49,6 +49,9 @@ _HEADS, _HEAD_SIZE = 32, 128
 _FORWARD_TENSORS, _BACKWARD_TENSORS = 6, 14
 _FORWARD_STATES, _BACKWARD_STATES = 4, 8
 _STATES_RATE = 150e9  # bytes a second at which states are exchanged, an assumption
+# Assumptions, since hosts differ: bytes a second between a GPU and the host's memory, each way, and
+# parameters a second that AdamW updates there.
+_LINK, _HOST_UPDATE = 45e9, 1e9
 _GRADIENT_BYTES = {"torch": 4, "bmtrain": 2}  # of a parameter, at least, when they are reduced
 
 
@@ -59,10 +62,9 @@ class Hardware:
     gib             memory
     products        operations a second of matrix products
     traffic         bytes a second that products and other operations read and write
-    attention       operations a second of a forward and a backward of dense attention, by the
-                    largest head size that they hold for
-    link            bytes a second between the GPU and the host's memory, each way
-    update          parameters a second that AdamW updates; `host_update` those on the host
+    attention       operations a second of a forward and a backward of dense attention, with heads
+                    of up to 64, and larger ones
+    update          parameters a second that AdamW updates
     source          how the rates were found
     fp8             how many times as fast products in float8 are, with casts. None if the GPU has
                     none
@@ -73,16 +75,13 @@ class Hardware:
     products: float
     traffic: float
     attention: Mapping[int, tuple[float, float]]
-    link: float
     update: float
-    host_update: float
     source: str
     fp8: float | None = 1.5
 
     def attention_rates(self, head_size: int) -> tuple[float, float]:
         """Return the rates of attention with heads of this size."""
-        sizes = sorted(self.attention)
-        return self.attention[next((n for n in sizes if n >= head_size), sizes[-1])]
+        return self.attention[64 if head_size <= 64 else 128]
 
     def scaled(self, name: str, gib: float, tflops: float, tbs: float) -> Hardware:
         """Return another GPU. It has these peaks of dense bf16 and of memory bandwidth."""
@@ -109,9 +108,7 @@ H100 = Hardware(
     products=755e12,
     traffic=2.67e12,
     attention={64: (508e12, 540e12), 128: (665e12, 602e12)},
-    link=45e9,
     update=80e9,
-    host_update=1e9,
     source="measured, heads of up to 64 on an H200",
 )
 H200 = replace(
@@ -173,7 +170,7 @@ def step_seconds(step: Step, hardware: Hardware) -> StepSeconds:
             if run.run in runs
         )
         busy = by_products + by_traffic + by_attention
-        waiting += max(step.memory.parked / hardware.link - busy, 0.0)
+        waiting += max(step.memory.parked / _LINK - busy, 0.0)
         products, traffic = products + by_products, traffic + by_traffic
         attention += by_attention
     count = step.micro_batches
@@ -182,7 +179,7 @@ def step_seconds(step: Step, hardware: Hardware) -> StepSeconds:
         "attention": count * attention,
         "memory traffic": count * traffic,
         "waiting for offloaded activations": count * waiting,
-        "optimizer": step.shard / (hardware.host_update if step.on_host else hardware.update),
+        "optimizer": step.shard / (_HOST_UPDATE if step.on_host else hardware.update),
     }
     return StepSeconds({name: seconds for name, seconds in parts.items() if seconds})
 
