@@ -496,7 +496,7 @@ def test_plans_of_chunks_have_the_keys_of_eight_layers_and_states_of_the_others(
     assert grown <= longer.total - run.step.memory.total <= 1.05 * grown
     assert possible_chunks(planned_in_chunks(chunk=None)) == [2 * n for n in CHUNKS]
     groups = planned_in_chunks(checkpointing_every=2).step
-    assert groups.kept == run.step.kept, "groups of blocks of both kinds"
+    assert groups.memory.parts["kept keys"] == parts["kept keys"], "groups of blocks of both kinds"
     counts = {
         r.run: n for r, n in run.step.attention.items() if isinstance(r.shape, LightningShape)
     }

@@ -59,11 +59,6 @@ class StepMemory:
     def total(self) -> int:
         return sum(self.parts.values())
 
-    @property
-    def largest(self) -> str:
-        """The name of the largest part."""
-        return max(self.parts, key=lambda part: self.parts[part])
-
 
 @dataclass(frozen=True)
 class AttentionRun:
@@ -78,7 +73,6 @@ class Step:
     """A step of one rank, which updates a `shard` of parameters after all micro-batches.
 
     chunks             of a sequence: 1 if it is computed as a whole
-    kept               bytes of keys that chunks keep from forward to backward
     forward, backward  the work of one micro-batch, without attention
     attention          how often each attention runs in it
     """
@@ -86,7 +80,6 @@ class Step:
     memory: StepMemory
     micro_batches: int
     chunks: int
-    kept: int
     forward: Work
     backward: Work
     attention: Mapping[AttentionRun, float]
@@ -139,8 +132,7 @@ def plan_step(
     else:
         sharding = torch_sharding(dtype.itemsize, accumulates, keeps_weights)
     layers = _find_layers(config, model, micro_batch_size)
-    kept, states = _count_kept(layers), _count_states(layers, chunks)
-    memory = _find_memory(config, model, gpus, sharding, layers, kept, states)
+    memory = _find_memory(config, model, gpus, sharding, layers, chunks)
     forward = sum((each.unit.forward_work for each in layers), Work())
     backward = sum((each.unit.backward_work for each in layers), Work())
     if chunks > 1:
@@ -155,7 +147,6 @@ def plan_step(
         memory,
         micro_batches,
         chunks,
-        kept,
         forward,
         backward,
         _count_attention(layers, chunks),
@@ -185,25 +176,20 @@ def _count_attention(layers: list[_Layers], chunks: int) -> Mapping[AttentionRun
     return found
 
 
-def _count_kept(layers: list[_Layers]) -> int:
-    """Count the bytes that chunks keep: keys, values, sums of their gradients, and choices."""
-    found = 0
+def _count_kept(layers: list[_Layers], chunks: int) -> tuple[int, int]:
+    """Count the bytes that chunks keep: of keys, values, sums of their gradients and choices, and
+    of the states of lightning layers.
+    """
+    kept = states = 0
     for each in layers:
         shapes = [shape for shape in each.attention if isinstance(shape, AttentionShape)]
         for shape in shapes:
             keys = shape.kept_tokens * each.unit.kept_of_token // len(shapes)
-            found += shape.batch * (keys + shape.choice_bytes)
-    return found
-
-
-def _count_states(layers: list[_Layers], chunks: int) -> int:
-    """Count the bytes of the states of lightning layers that chunks keep."""
-    shapes = [shape for each in layers for shape in each.attention]
-    return sum(
-        shape.count_kept(chunks)
-        for shape in shapes
-        if isinstance(shape, LightningShape) and shape.chunked
-    )
+            kept += shape.batch * (keys + shape.choice_bytes)
+        for other in each.attention:
+            if isinstance(other, LightningShape) and other.chunked:
+                states += other.count_kept(chunks)
+    return kept, states
 
 
 def _unit_tokens(config: TrainConfig) -> int:
@@ -305,10 +291,10 @@ def _find_memory(
     gpus: int,
     sharding: Sharding,
     layers: list[_Layers],
-    kept: int,
-    states: int,
+    chunks: int,
 ) -> StepMemory:
     """Return the moment that needs most."""
+    kept, states = _count_kept(layers, chunks)
     shard = -(-model.num_parameters // gpus)
     head = model.vocab_size * model.hidden_size
     outside = (1 if model.tie_embeddings else 2) * head + model.hidden_size  # of the blocks

@@ -179,7 +179,7 @@ def kept_of_token(planned: Planned, chunk: int) -> float:
     """Return the bytes that chunks keep of each token."""
     step, config = with_options(planned, **next(savings(chunk))).step, planned.config
     rows = config.batch_size * config.sp_size / planned.cluster.gpus / step.micro_batches
-    return step.kept / rows / -(-config.seq_len // config.sp_size)
+    return step.memory.parts["kept keys"] / rows / -(-config.seq_len // config.sp_size)
 
 
 def inputs_of_token(planned: Planned) -> int:
@@ -233,7 +233,7 @@ def _join(options: Iterable[tuple[str, ...]]) -> list[str]:
 def explain_shortage(planned: Planned) -> str:
     """Return the largest part of a plan that does not fit, and the options of a smaller one."""
     memory = planned.step.memory
-    largest = memory.largest
+    largest = max(memory.parts, key=lambda part: memory.parts[part])
     sentence = (
         f"the plan is {memory.total / GIB:.1f} GiB of {planned.cluster.gib:.1f}; "
         f"{largest} are {memory.parts[largest] / GIB:.1f} of it"
