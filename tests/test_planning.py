@@ -290,6 +290,14 @@ def test_the_optimizer_leaves_the_gpu_only_if_nothing_else_fits():
     assert not recommend(planned(gpus=1, seq_len=4096)).config.offload_optimizer
 
 
+def test_an_optimizer_that_fits_the_gpu_only_is_named_if_it_was_to_leave():
+    run = planned(gpus=1, seq_len=4096, offload_optimizer=True)
+    short = dataclasses.replace(run, cluster=dataclasses.replace(run.cluster, host_gib=1.0))
+    assert recommend(short) is None
+    assert advice(short, None) == "No options fit with --offload-optimizer. Without it, some do"
+    assert "shorter --seq-len" in advice(planned(gib=3.0, offload_optimizer=True), None)
+
+
 def test_sparse_attention_is_planned_with_its_choices():
     dense, sparse = (
         planned(seq_len=262144, checkpointing="full", sparse=sparse) for sparse in (None, {})
@@ -628,8 +636,11 @@ def test_memory_that_is_not_enough_is_explained(capsys):
     assert "not planned" in advise(bee)
 
 
-def test_rates_that_no_row_measured_are_called_scaled():
+def test_rates_that_no_row_measured_are_called_scaled_or_assumed():
     for name, gpu in GPUS.items():
         assert ("not measured" in gpu.source) == (name not in ("h100", "h200"))
+    for offload in (False, True):
+        told = describe(planned(checkpointing="full", offload=offload), Budget())
+        assert ("there are assumed" in told) == offload
     step = planned().step
     assert step_seconds(step, GPUS["a100"]).total > 2 * step_seconds(step, H200).total

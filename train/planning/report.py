@@ -20,6 +20,7 @@ from .search import (
     find_longest,
     find_smaller,
     possible_chunks,
+    recommend,
     savings,
     with_options,
 )
@@ -102,6 +103,8 @@ def _describe_time(planned: Planned) -> Iterator[str]:
     yield f"  {'total':<36}{seconds.total:10.2f}"
     speed = planned.tokens_per_s
     yield f"{speed:,.0f} tokens/s, {speed / planned.cluster.gpus:,.0f} for each GPU"
+    if planned.step.memory.host:
+        yield "The rates of copies to the host and of AdamW there are assumed."
     if planned.config.dtype == "fp32":
         yield "These are rates of 16 bits. Steps in fp32 take longer."
     if seconds.total < _SHORT_S:
@@ -151,6 +154,9 @@ def table(planned: Planned, recommended: Planned) -> str:
 def advice(planned: Planned, found: Planned | None) -> str:
     """Return the command of `recommend`'s plan, with its memory and time."""
     if found is None:
+        others = with_options(planned, offload_optimizer=False)
+        if planned.config.offload_optimizer and recommend(others):
+            return "No options fit with --offload-optimizer. Without it, some do"
         gpus = counted(planned.cluster.gpus, "GPU")
         return f"No options fit. Give a shorter --seq-len, or more than {gpus}"
     gib = found.step.memory.total / GIB
