@@ -78,10 +78,8 @@ def generate(
     """Return the prompt with up to `tokens` more tokens, by the model's generator (registry.py).
 
     If the model has several ranks, all call this, and rank 0 chooses the tokens. `rules`, `chunk`
-    and `speed` are continue_text's. Raises ValueError for settings out of range, and for a prompt
-    that the model cannot answer.
+    and `speed` are continue_text's. Raises ValueError for a prompt that the model cannot answer.
     """
-    _check_tokens(tokens)
     device = next(model.parameters()).device
     choose = sampling.on(device)
     if not isinstance(model, CPM):
@@ -108,11 +106,6 @@ def _share(choose: Choose, device: torch.device) -> Choose:
         return int(token)
 
     return choose_together
-
-
-def _check_tokens(tokens: int) -> None:
-    if not 0 <= tokens < 2**31:
-        raise ValueError(f"--tokens must be at least 0 and below 2^31, got {tokens}")
 
 
 def _parser() -> ArgumentParser:
@@ -166,7 +159,8 @@ class _Request:
     def read(args: argparse.Namespace) -> _Request:
         """Check the options and read the prompt. Raises ValueError or OSError."""
         sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
-        _check_tokens(args.tokens)
+        if not 0 <= args.tokens < 2**31:
+            raise ValueError(f"--tokens must be at least 0 and below 2^31, got {args.tokens}")
         given = {name: vars(args)[name] for name in _SHARED if name in args}
         check_source(args.run, given)
         if any("\ud800" <= letter <= "\udfff" for letter in args.prompt or ""):
