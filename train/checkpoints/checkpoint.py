@@ -34,7 +34,7 @@ from train.engine import Shard
 
 TOKENIZER = "tokenizer"  # the folder in a checkpoint; for older checkpoints, beside them
 _ROOM = 1.05  # free space for the next checkpoint, relative to the size of the last one
-_NAME = re.compile(r"step_(\d{8,})")
+_NAME = re.compile(r"step_\d{8,}")
 _FORMAT = 1  # of checkpoints, in their manifests
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
@@ -275,12 +275,8 @@ class Checkpoint:
 
 def listed(root: Path) -> list[Path]:
     """Return the checkpoint folders under `root`, the newest first."""
-    found = [
-        (int(match[1]), path)
-        for path in root.glob("step_*")
-        if (match := _NAME.fullmatch(path.name))
-    ]
-    return [path for _, path in sorted(found, reverse=True)]
+    found = [path for path in root.glob("step_*") if _NAME.fullmatch(path.name)]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")), reverse=True)
 
 
 def _damage_on_any_rank(path: Path) -> str | None:
