@@ -117,12 +117,8 @@ class InstanceFile(TokenFile):
 
     @property
     def hashes(self) -> dict[str, str]:
-        """The sha256 of the files of tokens, sub-ids, segments and tasks, if the index has them."""
-        return {
-            name: found
-            for name, found in self.index.get("sha256", {}).items()
-            if name.endswith(".bin")
-        }
+        """The sha256 of the files of tokens, sub-ids, segments and tasks."""
+        return {name: x for name, x in self.index["sha256"].items() if name.endswith(".bin")}
 
     def instance(self, number: int, part: slice = slice(None)) -> Instance:
         """Return an instance, as InstanceFiles does. Raises ValueError for unknown tokens."""
