@@ -134,12 +134,14 @@ def run_script(
     *arguments,
     timeout: float = 600,
     environments: Sequence[dict[str, str]] = (),
+    draws: bool = False,
 ) -> tuple[int, str]:
     """Run a script on CPUs as `torchrun` does, with ranks that are forked from a process which has
     imported torch once.
 
     Without a size it is one process without ranks, as of `python script`. Ranks may have
-    environments of their own. Returns the exit code of the rank that failed first, or 0, and what
+    environments of their own. A run draws its curves only if it `draws`, since that takes longer
+    than its steps. Returns the exit code of the rank that failed first, or 0, and what
     all ranks wrote to both of their streams. If a rank failed, the last line tells how each ended.
 
     Ranks that wait for a failed one are killed after GRACE seconds, in which they may fail too.
@@ -155,7 +157,7 @@ def run_script(
             for there, more in itertools.zip_longest(places, environments, fillvalue={})
         ]
         ranks = [
-            context.Process(target=_script_main, args=(line, output.name, there))
+            context.Process(target=_script_main, args=(line, output.name, there, draws))
             for there in places
         ]
         for rank in ranks:
@@ -246,7 +248,14 @@ def _places(rank: int, size: int, port: int) -> dict[str, str]:
     return {"MASTER_ADDR": "127.0.0.1"} | {name: str(value) for name, value in places.items()}
 
 
-def _script_main(line: list[str], file: str, places: dict[str, str]) -> None:
+def draw_no_curves() -> None:
+    """Let runs of this process draw none, which takes longer than their steps."""
+    importlib.import_module("train.loop.metrics").plot_losses = lambda records, file: None
+
+
+def _script_main(line: list[str], file: str, places: dict[str, str], draws: bool) -> None:
+    if not draws:
+        draw_no_curves()
     output = os.open(file, os.O_WRONLY | os.O_APPEND)
     for descriptor in (1, 2):
         os.dup2(output, descriptor)

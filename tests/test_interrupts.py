@@ -16,13 +16,19 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.launcher import children, forkserver, run_as_main, run_script, wait_until_ended
+from tests.launcher import (
+    children,
+    draw_no_curves,
+    forkserver,
+    run_as_main,
+    run_script,
+    wait_until_ended,
+)
 from tests.runs import records
 from tests.test_train import command, curve, folder, train  # noqa: F401
 from train.base.folders import lock
 from train.base.signals import STOPPING
 from train.checkpoints import checkpoint
-from train.loop import metrics
 from train.run import launch
 
 pytestmark = pytest.mark.slow
@@ -151,7 +157,7 @@ def _main_of_group(line: list[str], writer: Connection, stopped_rank: int | None
         os.dup2(writer.fileno(), descriptor)
     writer.close()
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored
-    metrics.plot_losses = lambda records, file: None  # takes longer than steps
+    draw_no_curves()
     launch.subprocess = SimpleNamespace(Popen=partial(ForkedRank, stopped_rank=stopped_rank))
     if stopped_rank is not None:  # it does not end on its own
         launch._GRACE = 0.1
@@ -223,14 +229,12 @@ def test_a_killed_run_resumes_where_it_saved(folder):
 
 # Forks runs of one rank: one that is spared, then others that are killed within the time that it
 # took, then the last. A machine may be slower by then: as long as nothing was saved they get more
-# time. No curve is drawn, which would be most of the time.
+# time.
 KILLER = """
 import gc, os, random, signal, sys, time
 from pathlib import Path
 from train import pretrain
-from train.loop import metrics
 
-metrics.plot_losses = lambda records, file: None
 kills, spared, killed, *flags = sys.argv[1:]
 
 def forked(output):

@@ -46,7 +46,7 @@ def run_command(line: str, folder: Path, *more: str, ranks: int | None = None) -
     python, script, *arguments = shlex.split(there, comments=True)
     # test_interrupts.py has runs whose ranks are started by pretrain.py itself
     ranks = 2 if "--processes 2" in line else ranks
-    code, printed = run_script(ranks, script, *arguments, *more)
+    code, printed = run_script(ranks, script, *arguments, *more, draws=True)
     assert (python, code) == ("python", 0), line + printed
     return printed
 

@@ -50,10 +50,10 @@ def command(folder: Path, output: str, **options) -> list[str]:
     return [sys.executable, str(ROOT / "train/pretrain.py"), *flags]
 
 
-def train(folder: Path, output: str, code: int = 0, **options) -> str:
+def train(folder: Path, output: str, code: int = 0, draws: bool = False, **options) -> str:
     """Run pretrain.py to its end. Return its output."""
     [_, *line] = command(folder, output, **options)
-    ended, printed = run_script(options.get("processes"), *line)
+    ended, printed = run_script(options.get("processes"), *line, draws=draws)
     assert ended == code, printed
     return printed
 
@@ -70,7 +70,7 @@ def whole_run(folder) -> list[tuple]:
     must reproduce.
     """
     evaluated = {"val_data": folder / "data/train", "eval_every": 3, "eval_sequences": 5}
-    printed = train(folder, "whole", micro_batch_size=1, **evaluated)
+    printed = train(folder, "whole", draws=True, micro_batch_size=1, **evaluated)
     shown = (
         "documents kept apart, each after begin token 256, a window of 6 tokens in 2 of 3 layers"
     )
