@@ -28,6 +28,18 @@ def refusal_of_rank(wrong: int, rank: int, text: str):
     return refusal(f"ValueError: rank {wrong} of the group failed before .*: {kind}: .*{pattern}")
 
 
+def refused_line(capsys, program: Callable[[list[str]], object], *arguments: object) -> str:
+    """Return the one line with which a program, such as the `main` of a script, refuses its
+    arguments.
+    """
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stopped:
+        program([*map(str, arguments)])
+    assert stopped.value.code == 2
+    [printed] = capsys.readouterr().err.splitlines()
+    return printed
+
+
 # ways in which torch calls a function that knows none of them, and the errors of one called {}
 TRANSFORMS = {
     "grad": "{} cannot be transformed by torch.func or vmap",

@@ -21,6 +21,7 @@ from models.cpm import CPM
 from models.huggingface import save_weights
 from tests.launcher import run_script
 from tests.preparing import write_tokens
+from tests.refusals import refused_line
 from tests.runs import read_records
 from tests.test_model import initialized
 from train import evaluate as script
@@ -243,10 +244,7 @@ NEEDLE = ("--tasks", "needle", "--samples", 8)
 
 def refused(capsys, *line) -> str:
     """Return why a command line is refused before anything is started."""
-    with pytest.raises(SystemExit) as ended:
-        script.main(list(map(str, line)))
-    assert ended.value.code == 2
-    return capsys.readouterr().err
+    return refused_line(capsys, script.main, *line)
 
 
 def test_a_trained_model_finds_needles_and_an_untrained_one_does_not(folder, capsys):

@@ -3,6 +3,7 @@
 The files are repeated here as facts, from memory of the public folders and from public code.
 """
 
+import functools
 import json
 import re
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from models.hf_config import config_from_hf, config_to_hf
 from models.huggingface import HFWeights, load_cpm, save_weights
+from tests.refusals import refused_line
 from tests.sala import RELEASED as SALA
 from tests.test_model import SMALL, initialized
 from train import evaluate
@@ -274,13 +276,7 @@ def test_every_reader_of_a_folder_takes_accepted_fields(tmp_path):
 def test_programs_take_accepted_fields(tmp_path, capsys):
     """With it, generate.py and plan.py go on to the next fault."""
     folder = ["--init-from", str(with_a_field(tmp_path / "hf"))]
-
-    def refusal(program, *options: str) -> str:
-        with pytest.raises(SystemExit) as stopped:
-            program([*options])
-        assert stopped.value.code == 2
-        return capsys.readouterr().err
-
+    refusal = functools.partial(refused_line, capsys)
     accept = ["--accept-field", "rope_ratio"]
     assert "give --accept-field rope_ratio" in refusal(generate_main, *folder)
     assert "has no tokenizer.json or tokenizer.mod" in refusal(generate_main, *folder, *accept)

@@ -17,6 +17,7 @@ from bmt_burst import SequenceParallel
 from models.config import PRESETS
 from models.huggingface import save_weights
 from tests.launcher import run_script
+from tests.refusals import refused_line
 from tests.test_cache import WINDOWED
 from tests.test_chunks import DENSE, NOPE, SPARSE, build, on_ranks
 from tests.test_evaluate import TINY
@@ -110,9 +111,7 @@ def test_a_text_ends_where_the_folder_says(folder, tmp_path, capsys):
     for bos, begun in (("none", 120), ("a", 121), ("auto", 120)):
         script.main(line(folder, *more, "--bos", bos, "--tokens", 1))
         assert f"prefill of {begun} tokens" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        script.main(line(folder, *more, "--bos", "<none>"))
-    said = capsys.readouterr().err
+    said = refused_line(capsys, script.main, *line(folder, *more, "--bos", "<none>"))
     assert f"--bos must be auto, none or a token of {released}'s tokenizer, got '<none>'" in said
 
 
@@ -177,9 +176,8 @@ def test_a_prompt_file_is_read_as_training_data_is(folder, tmp_path, capsys):
     file.write_bytes(b"\xef\xbb\xbfto\r\nbe")
     assert read_text(file) == "to\r\nbe"
     file.write_bytes(b"to \xff")
-    with pytest.raises(SystemExit):
-        script.main(line(folder, "--prompt-file", file))
-    assert f"{file}: not UTF-8: invalid start byte at byte 3" in capsys.readouterr().err
+    said = refused_line(capsys, script.main, *line(folder, "--prompt-file", file))
+    assert f"{file}: not UTF-8: invalid start byte at byte 3" in said
 
 
 @pytest.mark.parametrize(

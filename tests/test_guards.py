@@ -10,7 +10,6 @@ import pytest
 from tests.launcher import ROOT, run_script
 from tests.runs import records
 from tests.test_train import command, curve, folder  # noqa: F401 - a fixture
-from train.loop.metrics import Metrics
 from train.run import watchdog
 from train.run.watchdog import EXIT_CODE
 
@@ -134,14 +133,3 @@ def test_torchruns_summary_has_the_sentence_of_the_rank_that_failed(folder):  # 
     expected = "pretrain.py: rank 0: --sp-size 3 does not divide the world of 2 ranks"
     for file in reasons:  # all ranks agree on whose words they leave
         assert json.loads(file.read_text())["message"]["message"] == expected
-
-
-def test_a_log_has_a_line_for_some_steps(tmp_path, capsys):
-    metrics = Metrics(tmp_path, 40, 100)
-    for step in (41, 42, 50):
-        metrics.record(step, loss=2.5, lr=1e-3, tokens_per_s=1234.5)
-        metrics.progress(step)
-    metrics.close()
-    printed = capsys.readouterr().out
-    assert "step 41/100: loss 2.5000, lr 1.00e-03, 1,234 tokens/s" in printed
-    assert "step 50/100" in printed and "step 42/100" not in printed

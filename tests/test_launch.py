@@ -10,6 +10,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from bmt_burst.errors import RankFailed, RankGone, RankLate
+from tests.refusals import refused_line
 from train.base import ranks
 from train.base.files import leave_reason
 from train.loop.stages import parse_run
@@ -147,9 +148,8 @@ def test_torchrun_hears_of_wrong_options(monkeypatch, tmp_path, capsys):
     assert not (tmp_path / "error.json").exists()
     capsys.readouterr()
     for flags in (["--seq-len", "0"], ["--stepz"]):
-        with pytest.raises(SystemExit):
-            parse_run(flags)
-        assert failure(tmp_path).message["message"] + "\n" == capsys.readouterr().err
+        printed = refused_line(capsys, parse_run, *flags)
+        assert failure(tmp_path).message["message"] == printed
 
 
 def test_torchrun_never_sees_half_a_file(monkeypatch, tmp_path):

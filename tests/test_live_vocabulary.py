@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.live import as_jsonl, write_vocabulary
+from tests.refusals import refused_line
 from train import make_vocabulary
 from train.cpm_live.instances import BadRecord
 from train.cpm_live.tokenizers import AntGreedyTokenizer, BeeTokenizer, SubIds
@@ -122,10 +123,9 @@ def test_vocabularies_are_written_whole_or_not_at_all(tmp_path, capsys, monkeypa
 
     def error(name, *options):
         before = {path: path.read_bytes() for path in tmp_path.iterdir()}
-        with pytest.raises(SystemExit):
-            make_vocabulary.main([*flags, str(tmp_path / name), *options])
+        said = refused_line(capsys, make_vocabulary.main, *flags, tmp_path / name, *options)
         assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
-        return capsys.readouterr().err
+        return said
 
     def full(path, text, **_):
         path.write_bytes(text.encode()[:5])

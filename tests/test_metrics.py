@@ -91,7 +91,7 @@ def lines_of(metrics: Metrics, steps: range, capsys, monkeypatch) -> list[str]:
     for step in steps:
         now += 2 + 60 * (step == steps[0])
         monkeypatch.setattr(time, "monotonic", lambda now=now: now)
-        metrics.record(step, loss=1.0, tokens=100 * step)
+        metrics.record(step, loss=1.0, lr=1e-3, tokens_per_s=1234.5, tokens=100 * step)
         metrics.progress(step)
     return capsys.readouterr().out.splitlines()
 
@@ -100,11 +100,12 @@ def test_a_log_has_a_line_for_some_steps_with_the_time_left_and_the_records_have
     tmp_path, capsys, monkeypatch
 ):
     lines = lines_of(Metrics(tmp_path, 0, 3613, log_every=6), range(1, 14), capsys, monkeypatch)
+    values = "loss 1.0000, lr 1.00e-03, 1,234 tokens/s"
     assert lines == [
         # the first step was slow
-        "step 1/3613: loss 1.0000, 100 tokens so far, 01:02 elapsed, ETA 62:12:24",
-        "step 6/3613: loss 1.0000, 600 tokens so far, 01:12 elapsed, ETA 2:00:14",
-        "step 12/3613: loss 1.0000, 1,200 tokens so far, 01:24 elapsed, ETA 2:00:02",
+        f"step 1/3613: {values}, 100 tokens so far, 01:02 elapsed, ETA 62:12:24",
+        f"step 6/3613: {values}, 600 tokens so far, 01:12 elapsed, ETA 2:00:14",
+        f"step 12/3613: {values}, 1,200 tokens so far, 01:24 elapsed, ETA 2:00:02",
     ]
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 13
 

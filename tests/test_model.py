@@ -14,6 +14,7 @@ from models.blocks import Saving
 from models.config import PRESETS, CPMConfig
 from models.cpm import CPM
 from models.huggingface import config_from_hf, config_to_hf
+from tests.refusals import refused_line
 from train.data.tokenizer import ByteTokenizer
 from train.generate import Sampling, generate
 from train.generate import main as generate_main
@@ -242,11 +243,8 @@ def test_generate_refuses_in_a_line(capsys):
         ("seed", str(2**64), "--seed must be at least 0 and below 2^63"),
         ("run", "nowhere", "there is no checkpoint in nowhere"),
     ):
-        with pytest.raises(SystemExit) as stopped:
-            generate_main(["--run", "nowhere", f"--{option}", value])
-        assert stopped.value.code == 2
-        printed = capsys.readouterr().err
-        assert printed.startswith(f"generate.py: {message}") and printed.count("\n") == 1
+        printed = refused_line(capsys, generate_main, "--run", "nowhere", f"--{option}", value)
+        assert printed.startswith(f"generate.py: {message}")
 
 
 @pytest.mark.parametrize(

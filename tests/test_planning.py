@@ -29,6 +29,7 @@ from bench.tables import table
 from bmt_burst import InfLLMV2
 from bmt_burst.planning import AttentionShape, LightningShape
 from tests.launcher import ROOT
+from tests.refusals import refused_line
 from train import plan as plan_script
 from train.loop.building import Kept
 from train.planning import search
@@ -502,14 +503,6 @@ def test_an_exhausted_memory_is_helped_by_a_plan_with_less():
     assert find_smaller(planned(gib=3.0)) is None
 
 
-def run_script(capsys, *argv: str) -> tuple[int, str, str]:
-    try:
-        code = plan_script.main(argv)
-    except SystemExit as stopped:
-        code = stopped.code
-    return code, *capsys.readouterr()
-
-
 def test_products_in_float8_take_less_time_and_some_more_memory():
     options = {"model": "minicpm4-8b", "dtype": "bf16", "seq_len": 4096}
     run = plan(TrainConfig(**options), Cluster(2, 139.0, H200), "torch")
@@ -520,12 +513,10 @@ def test_products_in_float8_take_less_time_and_some_more_memory():
 
 
 def test_a_report_ends_with_a_command_that_pretrain_takes(capsys):
-    code, out, _ = run_script(
-        capsys,
-        *("--model", "qwen3-0.6b", "--gpus", "1", "--gpu-memory", "20", "--seq-len", "24576"),
-        *("--tokens", "1B", "--price-per-gpu-hour", "2", "--lr", "3e-4"),
-    )
-    assert code == 0
+    options = ["--model", "qwen3-0.6b", "--gpus", "1", "--gpu-memory", "20", "--seq-len", "24576"]
+    options += ["--tokens", "1B", "--price-per-gpu-hour", "2", "--lr", "3e-4"]
+    assert plan_script.main(options) == 0
+    out = capsys.readouterr().out
     assert "memory of a GPU" in out
     assert "GPU hours, which cost" in out
     words = shlex.split(out.splitlines()[-1])
@@ -552,8 +543,8 @@ def test_the_command_starts_a_rank_for_each_gpu():
 
 
 def test_without_a_length_the_longest_is_planned(capsys):
-    code, out, _ = run_script(capsys, "--model", "qwen3-0.6b", "--gpus", "1", "--gpu", "rtx4090")
-    assert code == 0
+    assert plan_script.main(["--model", "qwen3-0.6b", "--gpus", "1", "--gpu", "rtx4090"]) == 0
+    out = capsys.readouterr().out
     assert "fits: 21.4 usable" in out
     assert "not measured" in out
 
@@ -580,9 +571,8 @@ def test_wrong_options_are_refused(capsys):
         (["--chunk", "8192", "--strategy", "ulysses"], "--chunk excludes --strategy ulysses"),
         (["--model", "14b", "--gpus", "1", "--gpu-memory", "20"], "no sequence fits"),
     ):
-        code, _, printed = run_script(capsys, *("--gpus", "8", "--model", "qwen3-0.6b"), *options)
-        assert code == 2
-        assert message in printed
+        given = ("--gpus", "8", "--model", "qwen3-0.6b", *options)
+        assert message in refused_line(capsys, plan_script.main, *given)
 
 
 def test_a_dry_run_plans_its_own_options(capsys, monkeypatch, tmp_path):

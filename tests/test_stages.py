@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from tests.launcher import forkserver
 from tests.preparing import write_tokens
+from tests.refusals import refused_line
 from tests.runs import records
 from tests.test_model import SMALL
 from tests.test_tokenizer import words_file
@@ -60,11 +61,8 @@ def folder(tmp_path) -> Folder:
 
 
 def refused(*argv, capfd) -> str:
-    with pytest.raises(SystemExit) as ended:
-        parse_run(list(map(str, argv)))
-    assert ended.value.code == 2
-    printed = capfd.readouterr().err
-    assert printed.startswith("pretrain.py: ") and printed.count("\n") == 1
+    printed = refused_line(capfd, parse_run, *argv)
+    assert printed.startswith("pretrain.py: ")
     return printed
 
 
