@@ -98,10 +98,8 @@ def compile_fused():
     for name in ("_merge_outputs", "_sum_gradients", "_fill_lse_delta"):
         setattr(fused, name, Compiler(getattr(fused, name), capability=80))
     for tokens, start in ((32, 16), (33, 1), (40, 0), (47, 3)):  # compiled once for all of them
-        wide, half = (
-            torch.zeros(1, tokens, 2, 80),
-            torch.zeros(1, tokens - start, 2, 80, dtype=torch.bfloat16),
-        )
+        wide = torch.zeros(1, tokens, 2, 80)
+        half = torch.zeros(1, tokens - start, 2, 80, dtype=torch.bfloat16)
         lse = torch.zeros(1, 2, tokens)
         for spans in ([(start, tokens)], [(0, start), (2 * start, tokens)]):
             fused.merge_outputs(
@@ -165,10 +163,8 @@ def compile_lightning():
         setattr(lightning_blocks, name, Compiler(getattr(lightning_blocks, name)))
     edge = torch.zeros(1, 3, 48, 48)
     for tokens in (1_000, 999):  # compiled once for both
-        x, segments = (
-            torch.zeros(tokens, 3, 48, dtype=torch.bfloat16),
-            Segments((0, tokens), (0,), (0,)),
-        )
+        x = torch.zeros(tokens, 3, 48, dtype=torch.bfloat16)
+        segments = Segments((0, tokens), (0,), (0,))
         rates = find_rates(segments, (0.0,) * 3, None, x)
         states = lightning.forward_states(x, x, rates, segments)
         lightning.outputs(x, x, x, rates, 0.3, segments, states, edge)

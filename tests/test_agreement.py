@@ -11,14 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from bmt_burst import (
-    InfLLMV2,
-    SequenceParallel,
-    burst_attn_func,
-    kernels,
-    nn,
-    simulate,
-)
+from bmt_burst import InfLLMV2, SequenceParallel, burst_attn_func, kernels, nn, simulate
 from bmt_burst.errors import RankFailed
 from bmt_burst.ranks.agreement import gather_terms
 from bmt_burst.ranks.rings import Rings, make_rings

@@ -107,10 +107,8 @@ def test_inputs_of_several_dtypes_are_of_one_under_autocast(function):
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_fp64_stays_fp64(function):
     tensors = inputs(*[torch.float64] * 4)
-    got, expected = (
-        results(FUNCTIONS[function], tensors, torch.bfloat16),
-        results(FUNCTIONS[function], tensors),
-    )
+    got = results(FUNCTIONS[function], tensors, torch.bfloat16)
+    expected = results(FUNCTIONS[function], tensors)
     assert all(a.equal(b) for a, b in zip(got, expected, strict=True))
 
 

@@ -32,11 +32,9 @@ def make_row(tokens, marks) -> batch.Row:
 @pytest.mark.parametrize("seed", range(24))
 def test_masks_equal_their_definition(seed):
     chance = random.Random(seed)
-    tokens, causal, padding_sees = (
-        chance.randint(1, 30),
-        chance.random() < 0.7,
-        chance.random() < 0.5,
-    )
+    tokens = chance.randint(1, 30)
+    causal = chance.random() < 0.7
+    padding_sees = chance.random() < 0.5
     marks = random_marks(chance, tokens)
     row = make_row(tokens, marks)
     valid, at = marks["attention_mask"].bool(), torch.arange(tokens)

@@ -107,11 +107,7 @@ WRONG_GROUPS = [  # arguments of set_seq_parallel_pg on each of two ranks, and w
     ((2, 1, 0, 3), (2, 1, 1, 3), "expected rank 1 of 2, got 1 of 3"),
     ((2, 2, 0, 2), (2, 2, 1, 2), "2 x 2 ranks do not divide the world of 2"),
     ((1.0, 2, 0, 2), (1.0, 2, 1, 2), "sp_ulysses_degree must be a whole number"),
-    (
-        (1, 2, 0, 2),
-        (2, 1, 1, 2),
-        "ranks differ in sp_ulysses_degree of set_seq_parallel",
-    ),
+    ((1, 2, 0, 2), (2, 1, 1, 2), "ranks differ in sp_ulysses_degree of set_seq_parallel"),
     ((2, 1, 0, 2, True), (2, 1, 1, 2, False), "set_seq_parallel_pg: rank 0 has True, rank 1 has F"),
     ((2, 1, 0, 2), (2, 1, 1, 3), "expected rank 1 of 2, got 1 of 3"),
 ]

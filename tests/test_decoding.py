@@ -7,6 +7,7 @@ from bmt_burst import Cache, SequenceParallel, simulate
 from models.cpm_ant import ant_scores
 from tests.live import Golden, bee_instance, golden
 from tests.reference import relative_error
+from tests.refusals import refusal
 from train.cpm_live.generate import AntDecoder, BeeDecoder, continue_row
 from train.generation.decoding import Sampling
 
@@ -111,7 +112,5 @@ def test_more_tokens_than_memory_are_refused(tokens):
         lambda: BeeDecoder(case.model(), row, tokens),
         lambda: AntDecoder(ant.model(), *ant_row(ant), tokens),
     ):
-        with pytest.raises(
-            ValueError, match=f"not enough memory for the keys and values of {tokens:,} tokens"
-        ):
+        with refusal(f"ValueError: not enough memory for the keys and values of {tokens:,} tokens"):
             decode()

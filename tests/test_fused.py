@@ -37,18 +37,14 @@ def test_fused_sums_equal_their_specification(head_size, spans, dtype):
         parts.append((part_spans, out, lse))
     results = []
     for module in (fused, plain):
-        wide, lse = (
-            torch.zeros(2, 2, 30, 7, head_size, device=DEVICE),
-            torch.zeros(2, 7, 30, device=DEVICE),
-        )
+        wide = torch.zeros(2, 2, 30, 7, head_size, device=DEVICE)
+        lse = torch.zeros(2, 7, 30, device=DEVICE)
         heads = slice(3, 6)  # results may be some heads of many
         module.merge_outputs(wide[0, :, :, heads], lse[:, heads], parts)
         grads = [(part_spans, part.nan_to_num()) for part_spans, part, _ in parts]
         module.sum_gradients(wide[1, :, :, heads], grads)
-        narrow, total = (
-            torch.zeros_like(wide[0], dtype=dtype),
-            torch.ones(2, 30, 3, head_size, device=DEVICE),
-        )
+        narrow = torch.zeros_like(wide[0], dtype=dtype)
+        total = torch.ones(2, 30, 3, head_size, device=DEVICE)
         module.sum_gradients(narrow[:, :, heads], grads)
         module.sum_gradients(total, [([(0, 30)], total), *grads])
         results.append((wide, lse, narrow, total))

@@ -20,6 +20,7 @@ from tests import lightning
 from tests.cases import call_tensors, random_layout, random_mask, random_qkv, random_two_lengths
 from tests.launcher import run_ranks
 from tests.reference import dense_results
+from tests.refusals import refusal
 from tests.rings import worst_rank_error
 from tests.test_collectives import error_of_sums
 
@@ -91,9 +92,7 @@ def misuse(rank: int) -> None:
     q, k, v = random_qkv(1, 6, 4, 2, 8)[:3]
     outsiders = dist.new_group([0])
     if rank == 1:
-        with pytest.raises(
-            ValueError, match="expected a process_group with rank 1, got one without"
-        ):
+        with refusal("ValueError: expected a process_group with rank 1, got one without"):
             burst_attn_func(q, k, v, process_group=outsiders)
     with pytest.raises(ValueError, match="sp_size=3 does not divide the world of 2 ranks"):
         init_sequence_parallel(3)

@@ -17,14 +17,7 @@ import torch.distributed as dist
 
 import bmt_burst.bias.areas
 from bench import live_rows
-from bmt_burst import (
-    Layout,
-    Mask,
-    burst_attn_func,
-    init_sequence_parallel,
-    kernels,
-    strategies,
-)
+from bmt_burst import Layout, Mask, burst_attn_func, init_sequence_parallel, kernels, strategies
 from bmt_burst.bias import kernels as bias_kernels
 from bmt_burst.bias.call_bias import CallBias
 from bmt_burst.spec import Spec
@@ -313,10 +306,8 @@ def capped_equality(rank: int, size: int, tokens: int = 1024) -> dict[str, float
     """The errors of attention with a softcap and with sinks, each kernel and strategy."""
     errors, group = {}, rings(size)["by copy engines"]
     mask, whole = Mask.causal(tokens), Layout.zigzag(tokens, size)
-    tensors, sinks = (
-        cuda_qkv(2, tokens, 8, 2, 64),
-        torch.randn(8, generator=torch.Generator().manual_seed(1)).cuda(),
-    )
+    tensors = cuda_qkv(2, tokens, 8, 2, 64)
+    sinks = torch.randn(8, generator=torch.Generator().manual_seed(1)).cuda()
     for softcap in (None, 2.0):
         exact = dense_results(mask, tensors, 0.1, softcap=softcap, sinks=sinks)
         kinds = ("auto", "triton") if softcap else HALVES
@@ -370,10 +361,8 @@ def late_ranks(rank: int, size: int) -> None:
     """
     *shards, dout = cuda_qkv(1, 2048, 4, 4, 64, seed=rank)
     shards = [x.requires_grad_() for x in shards]
-    kernel, chance = (
-        kernels.pick("auto", *shards[:2], Spec(0.1, deterministic=True)),
-        random.Random(rank),
-    )
+    kernel = kernels.pick("auto", *shards[:2], Spec(0.1, deterministic=True))
+    chance = random.Random(rank)
     late = None
 
     def sleeping(plain):

@@ -57,10 +57,8 @@ def later(chosen, positions):
 
 
 def check_call(heads, kv_heads, head_size, dtype, device="cuda"):
-    tensors, mask = (
-        make_tensors(heads, kv_heads, head_size, dtype, device),
-        Mask.documents(CU_SEQLENS),
-    )
+    tensors = make_tensors(heads, kv_heads, head_size, dtype, device)
+    mask = Mask.documents(CU_SEQLENS)
     chosen = choose(*tensors[:2], mask, SPARSE)
     exact = choose(*(x.double().cpu() for x in tensors[:2]), mask, SPARSE)
     # Few scores of random numbers are equal in the digits that the GPU computes.

@@ -4,15 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from bmt_burst import (
-    IGNORE_INDEX,
-    Layout,
-    Mask,
-    SequenceParallel,
-    shard,
-    shift_labels,
-    unshard,
-)
+from bmt_burst import IGNORE_INDEX, Layout, Mask, SequenceParallel, shard, shift_labels, unshard
 from bmt_burst.sequence.layout import Stacked, Tail
 from tests.refusals import refusal
 

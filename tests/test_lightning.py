@@ -390,10 +390,7 @@ WRONG = [
     ({"causal": True}, "TypeError: causal without a mask"),
     ({"cache": X}, "TypeError: .*LightningAttention takes a cache"),
     ({"initial_state": X}, "TypeError: 0 before each document.*continues states in .*Chunks"),
-    (
-        {"output_final_state": True},
-        "TypeError: continues states in bmt_burst.Chunks",
-    ),
+    ({"output_final_state": True}, "TypeError: continues states in bmt_burst.Chunks"),
     ({"g_gamma": X}, "TypeError: write slopes=-g_gamma"),
     ({"g": X}, "TypeError: write log_decay=g"),
     ({"gk": X}, "TypeError: one decay a token: write log_decay"),

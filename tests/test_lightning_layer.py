@@ -193,11 +193,7 @@ def test_wrong_calls_are_refused_on_all_ranks():
         ((None, cos, cos), {}, "TypeError: x must be a torch.Tensor, got NoneType"),
         ((x, cos, None), {}, "TypeError: sin must be a torch.Tensor, got NoneType"),
         ((x[..., :8], cos, cos), {}, r"ValueError: x must be \(batch, tokens, 32\)"),
-        (
-            (x, cos, cos, Cache(None, 1, 6)),
-            {},
-            "ValueError: expected a Cache of this model's 2",
-        ),
+        ((x, cos, cos, Cache(None, 1, 6)), {}, "ValueError: expected a Cache of this model's 2"),
         ((x, cos, cos), {"mask": Mask.full(12)}, "ValueError: .*causal documents"),
         ((x, cos, cos), {"wrong": 1}, "TypeError: unexpected keyword argument 'wrong'"),
     ]

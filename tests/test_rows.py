@@ -240,10 +240,8 @@ def test_wrong_packed_documents_are_refused(change, error):
 @pytest.mark.parametrize("count", [5, 8, 10])
 def test_flash_attns_order_of_arguments_is_refused_by_the_first_wrong_one(count):
     """On every rank, also where one of them alone uses it."""
-    tensors, cu_seqlens = (
-        random_qkv(1, 12, 4, 2, 8)[:3],
-        torch.tensor([0, 5, 12], dtype=torch.int32),
-    )
+    tensors = random_qkv(1, 12, 4, 2, 8)[:3]
+    cu_seqlens = torch.tensor([0, 5, 12], dtype=torch.int32)
     flash_attn = [cu_seqlens, cu_seqlens, 7, 7, 0.0, None, True][: count - 3]
     message = (
         r"softmax_scale must be a number, got a Tensor: .* takes cu_seqlens_k by name "

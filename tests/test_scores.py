@@ -357,8 +357,7 @@ def test_ranks_must_have_one_kernel_for_biases(monkeypatch):
         q = torch.full((1, 3, 2, 8), float(ring.rank))
         added = Scores.by_distance(Mask.causal(6), integers([0]))
         with pytest.raises(
-            ValueError,
-            match="differ in the kernel of the bias: rank 0 has 'k0', rank 1 has 'k1'",
+            ValueError, match="differ in the kernel of the bias: rank 0 has 'k0', rank 1 has 'k1'"
         ):
             burst_attn_func(q, q, q, scores=added, bias=torch.zeros(1, 2), process_group=ring)
 

@@ -44,23 +44,10 @@ from bmt_burst.transport import ALONE
 from tests.cases import made_layout, random_qkv
 from tests.reference import assert_close
 from tests.rings import ring_results
-from tests.sparse import (
-    RELEASED,
-    Case,
-    chosen_blocks,
-    oracle,
-    random_case,
-    record_choices,
-)
+from tests.sparse import RELEASED, Case, chosen_blocks, oracle, random_case, record_choices
 
 SMALL = InfLLMV2(
-    block_size=4,
-    kernel_size=4,
-    kernel_stride=2,
-    init_blocks=1,
-    window_size=8,
-    topk=3,
-    dense_len=-1,
+    block_size=4, kernel_size=4, kernel_stride=2, init_blocks=1, window_size=8, topk=3, dense_len=-1
 )
 BY_OTHERS = dataclasses.replace(SMALL, use_nope=True)
 KEYS = torch.ones(1, 32, 1, 8, dtype=torch.float64)
@@ -375,8 +362,7 @@ def test_choices_are_kept_in_every_kind_of_checkpointing(options, chosen):
 
 
 @pytest.mark.parametrize(
-    ("inner", "is_reentrant"),
-    [("keep_choices", False), ("both", False), ("both", True)],
+    ("inner", "is_reentrant"), [("keep_choices", False), ("both", False), ("both", True)]
 )
 def test_checkpoints_in_checkpoints_choose_once(inner, is_reentrant, chosen):
     """Other calls precede and follow the inner one. A reentrant outer one keeps no choices, so only

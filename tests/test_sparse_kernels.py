@@ -244,10 +244,8 @@ def score(q, places, keys, sparse, scale):
     [piece] = tiles.pieces
     scores, of_last = scorer.score_blocks(piece, normalizers, triton_choice._SPAN)
     before = functional.pad(of_last, (1, -1), value=-1.0)
-    block, own = (
-        torch.arange(scores.shape[2], device=DEVICE),
-        places.unsqueeze(1) // sparse.block_size,
-    )
+    block = torch.arange(scores.shape[2], device=DEVICE)
+    own = places.unsqueeze(1) // sparse.block_size
     always = (block < sparse.init_blocks) | (block >= own - sparse.window_blocks)
     scores = torch.maximum(scores, before).masked_fill(always, torch.inf)
     return scores.masked_fill(block > own, -torch.inf)

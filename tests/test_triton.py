@@ -242,10 +242,8 @@ def test_the_gradient_of_a_table_knows_no_queries_that_are_not_there(entries):
     q, k, v, dout = tensors_of(KernelCall.whole(count), 1, 1, 1, 8)
     q[..., 0], k[0, 5, 0, 0] = q[..., 0].abs() + 0.1, -torch.inf
     nothing = torch.zeros(count, dtype=torch.int32)
-    position, distances = (
-        torch.arange(count, dtype=torch.int32),
-        torch.tensor([0, 1, 3], dtype=torch.int32),
-    )
+    position = torch.arange(count, dtype=torch.int32)
+    distances = torch.tensor([0, 1, 3], dtype=torch.int32)
     segments = None  # by distance alone
     if entries is not None:
         pairs = torch.tensor(entries, dtype=torch.int32)
@@ -271,12 +269,7 @@ def test_results_are_equal_in_every_bit():
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("q", float("inf")),
-        ("k", -float("inf")),
-        ("v", float("nan")),
-    ],
+    ("name", "value"), [("q", float("inf")), ("k", -float("inf")), ("v", float("nan"))]
 )
 def test_nan_is_where_the_reference_has_it(name, value):
     """Also where all scores are -inf. In v it may spread: a probability of 0 times NaN."""
@@ -295,10 +288,8 @@ def test_nan_is_where_the_reference_has_it(name, value):
 
 def test_the_file_of_shapes_has_one_for_each_launch_and_gpu_and_its_source():
     file = Path(backend.__file__).with_name("triton_shapes.json")
-    commit, gpu = (
-        re.compile("[0-9a-f]{7}"),
-        re.compile("NVIDIA .*|origin unknown, not measured again"),
-    )
+    commit = re.compile("[0-9a-f]{7}")
+    gpu = re.compile("NVIDIA .*|origin unknown, not measured again")
     names = "forward", "backward_kv", "backward_q"
     kinds = "single", "half", "half_by_distance", "half_by_segments"
     expected = set(itertools.product(kinds, names))

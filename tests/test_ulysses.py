@@ -5,12 +5,7 @@ import itertools
 import pytest
 import torch
 
-from bmt_burst import (
-    Layout,
-    Mask,
-    burst_attn_func,
-    simulate,
-)
+from bmt_burst import Layout, Mask, burst_attn_func, simulate
 from bmt_burst.sequence.layout import Stacked
 from bmt_burst.strategies import load
 from bmt_burst.strategies.ulysses.heads import cut_heads, plan_pieces, share_heads

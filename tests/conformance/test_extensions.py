@@ -585,10 +585,8 @@ def test_chunks(case, ranks):
     in one on five ranks.
     """
     kinds = RAGGED[: 1 if ranks == 5 else 2]
-    masks, tensors = (
-        [documents(case, x) for x in kinds],
-        make_tensors(case, case.tokens, len(kinds)),
-    )
+    masks = [documents(case, x) for x in kinds]
+    tensors = make_tensors(case, case.tokens, len(kinds))
 
     def work(ring):
         chunks, found = Chunks(masks, quarter(case), 1, share(ring)), []

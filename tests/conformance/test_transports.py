@@ -23,14 +23,7 @@ import torch.distributed as dist
 
 from bmt_burst import simulate, transport
 from bmt_burst.errors import RankFailed, RankLate
-from bmt_burst.transport import (
-    ALONE,
-    LANES,
-    Arrival,
-    Put,
-    Transport,
-    processes,
-)
+from bmt_burst.transport import ALONE, LANES, Arrival, Put, Transport, processes
 from bmt_burst.transport.messenger import MESSAGE_BYTES
 from bmt_burst.transport.simulator import SimulatedMessenger, SimulatedRing
 from bmt_burst.transport.torch_dist import TorchTransport
