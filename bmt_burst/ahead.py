@@ -69,7 +69,7 @@ Job = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Progress:
-    """What `compile_kernels` did so far. Its str is a line for a log.
+    """The progress of `compile_kernels`. Its str is a line for a log.
 
     count    the kernels that the steps need, as far as is known
     seconds  since it began, 0 if all were on disk
