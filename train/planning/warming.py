@@ -7,6 +7,7 @@ steps need. All of this ends before the run builds its model.
 
 from __future__ import annotations
 
+import itertools
 import os
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -71,12 +72,20 @@ class Rehearsal:
         return replace(model, vocab_size=64, intermediate_size=64, rope_scaling=None)
 
     def arguments(self) -> list[tuple[Any, ...]]:
-        """Return the arguments of `take_steps`: some ranks, and the sides that they may send."""
+        """Return the arguments of `take_steps`: runs with the strategies that "auto" may take, some
+        ranks, and the sides that they may send.
+        """
+        strategies = [self.attention["strategy"]]
+        if strategies == ["auto"]:
+            # of documents, one-call needs no other kernels than the ring
+            is_other = 1 < self.size == self.inner and not self.documents
+            strategies = ["ring", "one-call"][: 1 + is_other]
+        runs = [replace(self, attention=self.attention | {"strategy": x}) for x in strategies]
         # a run with more chunks may send the other side
         both = self.size > 1 < self.chunks and self.model.infllm is None
         sides: list[str | None] = ["q", "kv"] if both else [None]
         sample = sorted({0, 1 % self.size, self.size // 2, self.size - 1})
-        return [(self, rank, side) for rank in sample for side in sides]
+        return [*itertools.product(runs, sample, sides)]
 
     def examples(self) -> list[list[int]]:
         """Return the ends of documents of sequences."""
@@ -113,11 +122,8 @@ def take_steps(run: Rehearsal, rank: int, side: str | None) -> None:
     sp = ahead.imagine_ranks(rank, run.size, run.inner, side)
     if run.layout != "auto":
         sp = sp.with_layout(run.layout)
-    options = dict(run.attention)
-    if options["strategy"] == "auto":
-        options["strategy"] = "ring"  # whose kernels one-call needs, too
     # not within `device`: torch looks for its own torch.empty there, which is replaced meanwhile
-    model = CPM(run.small, sp, **options).to(device, run.dtype)
+    model = CPM(run.small, sp, **run.attention).to(device, run.dtype)
     for mixer in (block.self_attn for block in model.layers):
         if isinstance(mixer, BurstAttention):  # as many stages and passes as in the run
             count = mixer.kind.group_bytes * tokens // run.seq_len
