@@ -222,23 +222,19 @@ def _find_layers(config: TrainConfig, model: CPMConfig, batch: int) -> list[_Lay
     row, size = [], config.checkpointing_every or 1
     for first in range(0, model.num_layers, size):
         saving = whole if config.checkpointing_every else whole.for_block(first)
-        offloads = config.offload and saving.checkpointing != "none"
         group = range(model.num_layers)[first : first + size]
-        count = len(group)
-        # `saving` applies to these blocks
-        saving = replace(saving, blocks=None)
-        blocks_shape = replace(
+        of_group = replace(
             shape,
-            layers=count,
-            mixers=tuple(mixers[layer] for layer in group),
-            saving=saving,
-            offload=offloads,
+            layers=len(group),
+            mixers=mixers[first : group.stop],
+            saving=replace(saving, blocks=None),  # it applies to these blocks
+            offload=config.offload and saving.checkpointing != "none",
         )
-        unit = find_unit(blocks_shape, tokens)
+        unit = find_unit(of_group, tokens)
         if config.fp8:
-            unit = _in_fp8(unit, blocks_shape, tokens)
+            unit = _in_fp8(unit, of_group, tokens)
         shapes = [mixer_shape(config, model, batch, layer) for layer in group]
-        row.append(_Layers(unit, shapes, sum(of_layers[layer] for layer in group)))
+        row.append(_Layers(unit, shapes, sum(of_layers[first : group.stop])))
     loss = find_unit(replace(shape, layers=0, offload=False, chunked=False), tokens)
     return [*row, _Layers(loss, (), 0)]
 
