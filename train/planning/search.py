@@ -18,7 +18,7 @@ from train.settings.kinds import ModelConfig, kind_of
 from train.settings.settings import DTYPES
 
 from .memory import Step, plan_step
-from .seconds import GIB, Hardware, StepSeconds, received_bytes, step_seconds, usable_bytes
+from .seconds import GIB, Hardware, StepSeconds, count_keys, step_seconds, usable_bytes
 
 TILE = 16384  # tokens of --mlp-tile that plans recommend
 _LONGEST = 1 << 26  # tokens of a sequence, more are not planned
@@ -29,6 +29,7 @@ _TRIES = 24
 _TRUSTED = 0.92  # of the memory, since measured runs took up to 7 % more than planned
 _LEAST_GIB = 3.0  # of a GPU, for a plan with less memory
 _GPUS_OF_HOST = 8  # at most
+_GRADIENT_BYTES = {"torch": 4, "bmtrain": 2}  # of a parameter, at least, when they are reduced
 _GROUPS = (2, 4, 8)  # of --checkpointing-every
 CHUNKS = (8192, 16384, 32768, 65536)  # a rank's tokens in the chunks that plans recommend
 
@@ -100,10 +101,17 @@ class Planned:
 
     @property
     def received(self) -> float:
-        """The bytes that a host receives from others in a step."""
-        hosts, sharing = self.cluster.hosts, -(-self.config.sp_size // self.cluster.of_host)
-        itemsize, parameters = DTYPES[self.config.dtype].itemsize, self.model.num_parameters
-        return received_bytes(self.step, parameters, itemsize, self.engine, hosts, sharing)
+        """The bytes that a host receives from others in a step: of weights, which are gathered
+        twice, of gradients to reduce and, if hosts share a sequence, of keys as in the double ring.
+        """
+        step, hosts = self.step, self.cluster.hosts
+        itemsize = DTYPES[self.config.dtype].itemsize
+        of_parameter = 2 * itemsize + max(_GRADIENT_BYTES[self.engine], itemsize)
+        weights = step.chunks * self.model.num_parameters * of_parameter
+        keys = sum(count * count_keys(run, step.chunks) for run, count in step.attention.items())
+        sharing = -(-self.config.sp_size // self.cluster.of_host)
+        received = weights * (hosts - 1) / hosts + keys * (sharing - 1) / sharing
+        return step.micro_batches * received
 
     @property
     def fits(self) -> bool:

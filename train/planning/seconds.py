@@ -52,7 +52,6 @@ _STATES_RATE = 150e9  # bytes a second at which states are exchanged, an assumpt
 # Assumptions, since hosts differ: bytes a second between a GPU and the host's memory, each way, and
 # parameters a second that AdamW updates there.
 _LINK, _HOST_UPDATE = 45e9, 1e9
-_GRADIENT_BYTES = {"torch": 4, "bmtrain": 2}  # of a parameter, at least, when they are reduced
 
 
 @dataclass(frozen=True)
@@ -188,7 +187,7 @@ def attention_seconds(run: AttentionRun, hardware: Hardware) -> float:
     """Return the seconds of a forward or backward of one attention."""
     shape = run.shape
     if isinstance(shape, LightningShape):
-        return _lightning_seconds(shape, run.run, hardware.products, hardware.traffic)
+        return _lightning_seconds(shape, run.run, hardware)
     sparse = shape.sparse
     if sparse is None or sparse.is_dense(shape.tokens) or shape.tokens <= sparse.exact_tokens:
         return _dense_seconds(shape, rank_pairs(shape), run.run, hardware)
@@ -234,10 +233,10 @@ def _interpolate(ends: tuple[float, float], tokens: int) -> float:
     return similar + min(max(reached, 0.0), 1.0) * (independent - similar)
 
 
-def _lightning_seconds(shape: LightningShape, run: str, products: float, traffic: float) -> float:
+def _lightning_seconds(shape: LightningShape, run: str, hardware: Hardware) -> float:
     """Return the seconds of a "forward", "backward", or "again". It is bound by memory or by matrix
-    products, at these rates in bytes and operations a second. In a chunk, the exchange of all
-    states follows. The few states of a whole sequence are not counted.
+    products. In a chunk, the exchange of all states follows. The few states of a whole sequence are
+    not counted.
     """
     tensors, states, factor = _FORWARD_TENSORS, _FORWARD_STATES, 1.0
     if run == "backward":
@@ -246,25 +245,11 @@ def _lightning_seconds(shape: LightningShape, run: str, products: float, traffic
     nbytes = tensors * entries * shape.dtype.itemsize + states * shape.piece_bytes
     operations = factor * shape.rank_tokens * lightning_flops(shape.heads, shape.head_size)
     exchange = shape.exchanged_bytes / _STATES_RATE if shape.chunked else 0.0
-    return max(nbytes / traffic, operations / products) + exchange
+    return max(nbytes / hardware.traffic, operations / hardware.products) + exchange
 
 
-def received_bytes(
-    step: Step, parameters: int, itemsize: int, engine: str, hosts: int, sharing: int
-) -> float:
-    """Return the bytes that each of `hosts` hosts receives from others in a step: of weights, of
-    gradients to reduce and, if `sharing` of them share a sequence, of keys, as in the double ring.
-    A weight has `itemsize` bytes when it is gathered, which happens twice.
-    """
-    of_parameter = 2 * itemsize + max(_GRADIENT_BYTES[engine], itemsize)
-    weights = step.chunks * parameters * of_parameter
-    keys = sum(count * _count_keys(run, step.chunks) for run, count in step.attention.items())
-    received = weights * (hosts - 1) / hosts + keys * (sharing - 1) / sharing
-    return step.micro_batches * received
-
-
-def _count_keys(run: AttentionRun, chunks: int) -> float:
-    """Count the bytes of an attention's keys, or of its queries if these are fewer.
+def count_keys(run: AttentionRun, chunks: int) -> float:
+    """Count the bytes of keys that an attention sends, or of its queries if these are fewer.
 
     A forward sends keys and values, or queries and their results. A backward also sends gradients.
     Sparse attention always sends keys, and in a forward once more to choose. Chunks send the keys
