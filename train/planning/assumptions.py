@@ -11,12 +11,6 @@ from train.settings.config import remark_length
 from .search import Planned, plan, recommend, with_options
 
 _SPARSE_RELEASES = ("minicpm4-8b",)  # dense presets whose release also has InfLLM-V2
-_DAY = 86400.0
-
-
-def days(planned: Planned, tokens: float) -> float:
-    """Return the days of a run of so many tokens."""
-    return tokens / planned.tokens_per_s / _DAY
 
 
 def describe_assumptions(planned: Planned, tokens: float | None) -> Iterator[str]:
@@ -58,8 +52,8 @@ def _compare(planned: Planned, other: Planned | None, named: str, tokens: float 
         return f"{named}: no options fit"
     theirs, here = (f"{x.tokens_per_s:,.0f} tokens/s" for x in (other, planned))
     if tokens is not None:
-        theirs = f"{theirs} ({days(other, tokens):,.1f} days)"
-        here = f"{here} ({days(planned, tokens):,.1f} days)"
+        theirs = f"{theirs} ({other.days(tokens):,.1f} days)"
+        here = f"{here} ({planned.days(tokens):,.1f} days)"
     return f"{named}: {theirs} instead of {here}"
 
 

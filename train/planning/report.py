@@ -14,7 +14,7 @@ from train.data.shares import source_words
 from train.settings.config import TrainConfig
 from train.settings.settings import DTYPES
 
-from .assumptions import days, describe_assumptions
+from .assumptions import describe_assumptions
 from .search import (
     Planned,
     find_longest,
@@ -114,7 +114,7 @@ def _describe_time(planned: Planned) -> Iterator[str]:
 def _describe_cost(planned: Planned, tokens: float, price: float | None) -> str:
     """Return the days and the price of a run of so many tokens."""
     steps = math.ceil(tokens / (planned.config.batch_size * planned.config.seq_len))
-    length = days(planned, tokens)
+    length = planned.days(tokens)
     sentence = f"{tokens:,.0f} tokens ({counted(steps, 'step')}) take {length:,.1f} days"
     if price is None:
         return sentence

@@ -122,6 +122,10 @@ class Planned:
         """Tokens a second of all GPUs."""
         return self.config.batch_size * self.config.seq_len / self.seconds.total
 
+    def days(self, tokens: float) -> float:
+        """Return the days of a run of so many tokens."""
+        return tokens / self.tokens_per_s / 86400
+
 
 def plan(
     config: TrainConfig, cluster: Cluster, engine: str, keeps_weights: bool = False
