@@ -20,7 +20,7 @@ from bmt_burst.kernels import few_queries
 from bmt_burst.lightning.memory import Lightning
 from models.cpm import CPM
 from tests.launcher import run_ranks
-from tests.test_chunks import DENSE, LARGEST, NOPE, SCALED, SPARSE, build, on_ranks
+from tests.test_chunks import DENSE, LARGEST, NOPE, SCALED, SPARSE, build, on_ranks, two_layers
 
 WINDOWED = dataclasses.replace(SCALED, rope_scaling=None)
 
@@ -71,6 +71,7 @@ def test_logits_are_those_of_the_whole_forward(
     config, size, prompt, chunk, steps, layout, monkeypatch
 ):
     monkeypatch.setattr(few_queries, "_SCORES", 2000)
+    config = two_layers(config)
     end = prompt + sum(steps)
     tokens = torch.randint(0, 40, (2, end), generator=torch.Generator().manual_seed(5))
     with torch.no_grad():

@@ -12,15 +12,7 @@ from torch.distributed.utils import _apply_to_tensors
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from bmt_burst import (
-    Chunks,
-    InfLLMV2,
-    Layout,
-    Mask,
-    SequenceParallel,
-    burst_attn_func,
-    simulate,
-)
+from bmt_burst import Chunks, InfLLMV2, Layout, Mask, SequenceParallel, burst_attn_func, simulate
 from bmt_burst.calls.softmax import Request
 from bmt_burst.extensions import find_kind
 from bmt_burst.lightning.memory import Lightning
@@ -57,6 +49,10 @@ SCALED = dataclasses.replace(
 )
 WINDOWED = dataclasses.replace(DENSE, window=9, window_pattern="wwf")
 TARGETS, LARGEST = 97.0, 1e-12
+
+
+def two_layers(config: CPMConfig) -> CPMConfig:
+    return dataclasses.replace(config, num_layers=2)
 
 
 def build(config: CPMConfig, sp: SequenceParallel | None = None, saving: str = "none") -> CPM:
@@ -106,7 +102,6 @@ CASES = [
     (SCALED, 1, DOCUMENTS, 60, "zigzag", "selective"),
     (SCALED, 3, [Mask.causal(80), Mask.documents((0, 41, 80))], 40, "contiguous", "full"),
     (SPARSE, 2, DOCUMENTS, 40, "contiguous", "none"),
-    (SPARSE, 3, [Mask.causal(190), DOCUMENTS], 64, "zigzag", "selective"),
     (NOPE, 1, Mask.causal(200), 50, "zigzag", "selective"),
     (NOPE, 3, [Mask.causal(190), DOCUMENTS], 64, "zigzag", "full"),
     (
@@ -124,6 +119,7 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=[str(n) for n in range(len(CASES))])
 def test_a_step_in_chunks_is_a_step_on_the_whole_sequence(case):
     config, size, masks, tokens, layout, saving = case
+    config = config if config is WINDOWED else two_layers(config)
     data = make_data(masks)
     whole = build(config)
     loss, _ = whole(data[0], data[2], data[1], mask=masks)
@@ -193,7 +189,7 @@ def attend_in_chunks(masks, tokens, sp, layout, window, q, k, v, dout):
     return [chunks.layout, *(torch.cat(x, 1) for x in zip(*found, strict=True))]
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(16))
 def test_attention_in_chunks_of_any_mask_is_attention_to_the_whole_sequence(seed):
     chance = random.Random(seed)
     size, tokens = chance.choice((1, 2, 3, 8)), chance.randint(48, 70)
@@ -650,8 +646,9 @@ def test_layers_below_the_first_trainable_weight_need_no_backward():
         assert p.grad is None or (p.grad - expected.grad).abs().max() < 1e-12
 
 
-@pytest.mark.parametrize("sparse", [None, SPARSE.sparse])
-@pytest.mark.parametrize("trained", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("trained", "sparse"), [(0, None), (1, None), (2, None), (2, SPARSE.sparse)]
+)
 def test_memory_for_all_chunks_and_backwards_is_reserved_in_the_first_one(trained, sparse):
     """Also for the backward of v alone, as with an adapter: kept keys record nothing. The last
     chunk sees few keys, and some before it see so many that they send queries.

@@ -12,12 +12,13 @@ from bmt_burst.fused import torch_passes
 from bmt_burst.offload import Offload, Parked
 from models.blocks import Saving
 from models.tiled import run_tiled
-from tests.test_chunks import DENSE, NOPE, build, in_chunks, make_data, on_ranks
+from tests.test_chunks import DENSE, NOPE, build, in_chunks, make_data, on_ranks, two_layers
 from tests.test_model import SMALL, initialized
 from train.settings.config import TrainConfig
 
 TOKENS = torch.randint(0, 300, (2, 23), generator=torch.Generator().manual_seed(3))
-LIGHTNING = dataclasses.replace(DENSE, mixers=("lightning", "attention", "lightning"))
+SHORT, SHORT_NOPE = map(two_layers, (DENSE, NOPE))
+LIGHTNING = dataclasses.replace(SHORT, mixers=("lightning", "attention"))
 BIASED = dataclasses.replace(SMALL, mlp_bias=True, o_bias=True, qk_norm=True)
 
 
@@ -127,11 +128,13 @@ class _Copied(Parked):
         return self.copy
 
 
-@pytest.mark.parametrize("config", [DENSE, LIGHTNING, NOPE], ids=["dense", "lightning", "use_nope"])
+@pytest.mark.parametrize(
+    "config", [SHORT, LIGHTNING, SHORT_NOPE], ids=["dense", "lightning", "use_nope"]
+)
 @pytest.mark.parametrize("checkpointing", ["selective", "full"])
 def test_offloading_in_chunks_moves_no_kept_keys(config, checkpointing):
     """It moves as many bytes of four chunks as of one: with "full" the inputs of blocks."""
-    mask = Mask.documents((0, 61, 68, 240))
+    mask = Mask.documents((0, 61, 68, 176))
 
     def work(sp, tokens, offloads=None):
         model = build(config, sp)
@@ -143,7 +146,7 @@ def test_offloading_in_chunks_moves_no_kept_keys(config, checkpointing):
         return loss, [p.grad for p in model.parameters()]
 
     moved = []
-    for tokens in (60, 240):
+    for tokens in (44, 176):
         offloads = CopyingOffload(), CopyingOffload()
         pairs = [on_ranks(2, lambda sp, at=tokens, o=o: work(sp, at, o)) for o in (None, offloads)]
         for plain, found in zip(*pairs, strict=True):
@@ -151,8 +154,8 @@ def test_offloading_in_chunks_moves_no_kept_keys(config, checkpointing):
             assert all(x.equal(y) for x, y in zip(plain[1], found[1], strict=True))
         moved.append([offload.bytes for offload in offloads])
     if checkpointing == "full":
-        assert moved == [[config.num_layers * 2 * 120 * config.hidden_size * 8] * 2] * 2
-    if config is DENSE:
+        assert moved == [[config.num_layers * 2 * 88 * config.hidden_size * 8] * 2] * 2
+    if config is SHORT:
         assert moved[0] == moved[1]
 
 
