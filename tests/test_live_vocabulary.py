@@ -34,6 +34,7 @@ def test_a_bees_pieces(words):
     assert words.encode("abcabb").tolist() == [ids["abc"], ids["ab"], ids["b"]]
     assert words.encode("\n ").tolist() == [4, 5]
     assert words.encode("<ans>").tolist() == [9]
+    assert (words.name_of(9), words.name_of(words.vocab_size)) == ("<ans>", "token 24")
     # text never spells a special token
     assert words.encode("<<ans>").tolist() == [ids["<"], ids["ans"], ids[">"]]
     assert words.encode("x" * 33).tolist() == [ids["x"]] * 33  # pieces have 32 characters at most

@@ -34,7 +34,8 @@ class LiveTokenizer(Tokenizer):
         return self.vocabulary.id(token) if token in self.vocabulary else None
 
     def name_of(self, token: int) -> str:
-        return self.vocabulary.pieces[token]
+        known = token < self.vocab_size
+        return self.vocabulary.pieces[token] if known else f"token {token}"
 
     def _rules(self) -> list[str]:
         return self.vocabulary.pieces

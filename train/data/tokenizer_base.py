@@ -73,8 +73,8 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def name_of(self, token: int) -> str:
-        """Return the name of a token by its id, by which `id_of` finds it if it is special. Ids of
-        no token, which a checkpoint may have of another tokenizer, are named, too.
+        """Return the name of a token by its id, by which `id_of` finds it if it is special. Other
+        ids also have a name, since a checkpoint or a config.json may be of another tokenizer.
         """
 
     @abstractmethod
