@@ -148,7 +148,7 @@ def sample_documents(
     window: int | None = None,
     sparse: InfLLMV2 | None = None,
 ) -> list[list[int]]:
-    """Return the ends of documents of sequences, from one document to tens, as examples of all
+    """Return the ends of documents of sequences, from one document to hundreds, as examples of all
     kinds. All have as many tokens, which may be fewer than the `seq_len` of a run.
 
     size     the ranks of a sequence
