@@ -98,6 +98,8 @@ def shape_of(row: dict, ranks: int, **options) -> AttentionShape:
 def test_the_memory_of_attention_is_near_what_was_measured():
     strategies = {"bmt_burst": "ring", "ulysses": "ulysses", "kernel alone": "auto"}
     rows = read("attention-2-nvidia-h200.jsonl") + read("attention-4-nvidia-h200.jsonl")
+    h100 = read("attention-2-nvidia-h100-quick.jsonl")
+    rows += [row for row in h100 if row["kind"] == "attention" and row["impl"] != "ulysses"]
     for row in rows:
         is_planned = row.get("kernel") == "fa4" and row["mask"] == "causal"
         strategy = strategies.get(row["impl"])
