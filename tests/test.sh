@@ -24,7 +24,7 @@ check() {
 if [ "${1:-}" = fast ]; then
     shift
     check
-    data=(mask layout tiling routes program merge timeline package)
+    data=(mask layout tiling routes program merge package)
     exec python -m pytest --numprocesses 2 --dist loadfile -k "not triton" tests/conformance \
         $(printf "tests/test_%s.py " "${data[@]}") "$@"
 fi

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from tests.test_fused import DEVICE
+from tests.test_passes import DEVICE
 from train.engine import common, triton_adamw
 from train.engine.common import AdamW, Shard, ShardedAdamW
 
