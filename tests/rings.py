@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bmt_burst import Layout, Mask, burst_attn_func, simulate
+from bmt_burst import Layout, Mask, SequenceParallel, burst_attn_func, simulate
 from bmt_burst.bias import kernels as bias_kernels
 from bmt_burst.bias.scoring import TableScoring
 from bmt_burst.kernels import load, names
@@ -192,6 +192,13 @@ def problem(mask: Mask, layout: Layout, inner: int | None = None, **changes) -> 
         **ranks,
         **changes,
     )
+
+
+def on_ranks(size: int, work: Callable[[SequenceParallel], Any]) -> list:
+    """Return the results of work(sp) on each of `size` ranks."""
+    if size == 1:
+        return [work(SequenceParallel())]
+    return simulate(size, lambda ring: work(SequenceParallel(ring.rank, size, process_group=ring)))
 
 
 def ring_arguments(ring: SimulatedRing, inner: int) -> dict:

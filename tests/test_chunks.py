@@ -25,6 +25,7 @@ from models.config import CPMConfig
 from models.cpm import CPM
 from tests.cases import random_mask
 from tests.launcher import run_threads
+from tests.rings import on_ranks
 
 DENSE = CPMConfig(40, 32, 48, 3, 4, 2, 8, scale_emb=3.0, scale_depth=1.4)
 SPARSE = dataclasses.replace(
@@ -86,13 +87,6 @@ def in_chunks(chunks: Chunks, model: CPM, data, evaluate: bool = False) -> float
         (loss / TARGETS).backward()
         total += float(loss.detach())
     return total
-
-
-def on_ranks(size: int, work):
-    """Return the results of work(sp) on each of `size` ranks."""
-    if size == 1:
-        return [work(SequenceParallel())]
-    return simulate(size, lambda ring: work(SequenceParallel(ring.rank, size, process_group=ring)))
 
 
 DOCUMENTS = Mask.documents((0, 61, 68, 69, 190))

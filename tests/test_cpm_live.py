@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import bmt_burst.bias.areas
-from bmt_burst import Layout, Mask, SequenceParallel, simulate
+from bmt_burst import Layout, Mask
 from models import cpm_bee
 from models.blocks import Saving
 from models.cpm_ant import AntConfig, CPMAnt, ant_scores
@@ -19,6 +19,7 @@ from models.cpm_live.config import PRESETS
 from tests.largest import Largest
 from tests.live import Golden, golden, shard_rows, unshard_rows
 from tests.reference import relative_error
+from tests.rings import on_ranks
 from train.loop.measure import step_flops
 
 BOTH = pytest.mark.parametrize("name", ["bee", "ant"])
@@ -87,17 +88,16 @@ def test_several_ranks_equal_cpm_live(name, size, layout, strategy, saving):
     layouts = case.layouts(layout, size)
     count = int((case.input["target"] >= 0).sum())
 
-    def work(ring):
-        sp = SequenceParallel(ring.rank, ring.size, process_group=ring)
+    def work(sp):
         model = case.model(sp=sp, strategy=strategy, saving=saving)
-        arguments, scores = case.arguments(layouts, ring.rank), case.scores()
+        arguments, scores = case.arguments(layouts, sp.rank), case.scores()
         logits = model(*arguments, scores, layout=layouts).detach()
-        labels = shard_rows(case.input["target"], layouts, ring.rank)
+        labels = shard_rows(case.input["target"], layouts, sp.rank)
         loss, mine = model(*arguments, scores, labels, layouts)
         (loss / count).backward()
         return logits, loss.detach(), mine, {name: p.grad for name, p in model.named_parameters()}
 
-    logits, losses, counts, grads = zip(*simulate(size, work), strict=True)
+    logits, losses, counts, grads = zip(*on_ranks(size, work), strict=True)
     assert relative_error(unshard_rows(logits, layouts), case.tensors["logits_f64"]) < FP32
     assert sum(counts) == count
     assert abs(sum(losses) / count - case.tensors["loss"]) < 5e-6

@@ -15,6 +15,7 @@ from bmt_burst import IGNORE_INDEX, Layout, Mask, SequenceParallel, Slice, shift
 from bmt_burst.nn import BurstAttention, rope_tables
 from models.config import PRESETS
 from tests.preparing import edit_index, write_documents
+from tests.rings import on_ranks
 from tests.test_batches import batches
 from tests.test_model import SMALL, initialized
 from train.data.batches import keys_seen
@@ -147,10 +148,9 @@ def token_losses(size: int, model, tokens, masks, layouts) -> torch.Tensor:
     """
     labels = shift_labels(tokens, mask=masks)
 
-    def of_rank(ring):
-        sp = SequenceParallel(ring.rank, size, process_group=ring)
+    def of_rank(sp):
         shards = [
-            [layout.shard(x, ring.rank, 0) for x, layout in zip(whole, layouts, strict=True)]
+            [layout.shard(x, sp.rank, 0) for x, layout in zip(whole, layouts, strict=True)]
             for whole in (tokens, labels, [mask.positions() for mask in masks])
         ]
         mine, targets, positions = map(torch.stack, shards)
@@ -159,7 +159,7 @@ def token_losses(size: int, model, tokens, masks, layouts) -> torch.Tensor:
             logits.transpose(1, 2), targets, ignore_index=IGNORE_INDEX, reduction="none"
         ).detach()
 
-    parts = simulate(size, of_rank)
+    parts = on_ranks(size, of_rank)
     return torch.stack(
         [layout.unshard([part[i] for part in parts], 0) for i, layout in enumerate(layouts)]
     )
@@ -208,15 +208,14 @@ def test_a_layer_with_a_window_is_the_dense_one():
     expected_rows = whole(x, *tables, mask=[mask.windowed(5) for mask in documents])
     assert windowed(x, *tables, mask=documents).equal(expected_rows)
 
-    def of_rank(ring):
-        sp = SequenceParallel(ring.rank, 2, process_group=ring)
+    def of_rank(sp):
         mine = layer(whole, window=5, sp=sp)
         part = sp.shard(x), *rope_tables(sp.positions(21), 4)
         layout = Layout.zigzag(21, 2)
         known = {}, {"mask": Mask.causal(21)}, {"layout": layout}, {"layout": [layout] * 2}
         return [mine(*part, **options) for options in known]
 
-    for parts in zip(*simulate(2, of_rank), strict=True):
+    for parts in zip(*on_ranks(2, of_rank), strict=True):
         assert torch.allclose(
             Layout.zigzag(21, 2).unshard(parts, 1), expected, rtol=1e-5, atol=1e-6
         )

@@ -39,6 +39,7 @@ from models.huggingface import (
     save_weights,
 )
 from models.rope import RopeScaling
+from tests.rings import on_ranks
 from tests.test_model import SMALL, initialized
 from train.loop.measure import step_flops
 
@@ -373,21 +374,20 @@ def test_generation_beyond_the_original_length_is_that_of_transformers(rope, tmp
 
 
 def test_ranks_tell_each_other_the_longest():
-    def work(ring):
-        sp = SequenceParallel(ring.rank, ring.size, process_group=ring)
-        rows = torch.arange(3 * 2).view(3, 2) + ring.rank
+    def work(sp):
+        rows = torch.arange(3 * 2).view(3, 2) + sp.rank
         assert sp.longest(rows).equal(torch.tensor([4, 6, 8]))
         assert sp.longest(sp.positions(31)).equal(torch.tensor(31))
         with pytest.raises(ValueError, match=r"ranks differ in shape of longest"):
-            sp.longest(torch.zeros(2 + ring.rank, 4, dtype=torch.int64))
+            sp.longest(torch.zeros(2 + sp.rank, 4, dtype=torch.int64))
         with pytest.raises((IndexError, RanksDisagree), match="non-zero size"):
-            sp.longest(torch.zeros(2, ring.rank, dtype=torch.int64))
+            sp.longest(torch.zeros(2, sp.rank, dtype=torch.int64))
         for wrong in ([3], torch.tensor([127], dtype=torch.int8)):
             with pytest.raises((TypeError, RanksDisagree), match="positions must be"):
-                sp.longest(sp.positions(31) if ring.rank else wrong)
+                sp.longest(sp.positions(31) if sp.rank else wrong)
         return True
 
-    assert simulate(3, work) == [True] * 3
+    assert on_ranks(3, work) == [True] * 3
     assert SequenceParallel().longest(torch.tensor([[3, 0], [1, 7]])).tolist() == [4, 8]
 
 

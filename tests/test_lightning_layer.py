@@ -23,6 +23,7 @@ from bmt_burst.errors import RanksDisagree
 from bmt_burst.nn import BurstAttention, LightningAttention, rope_tables
 from tests import sala
 from tests.refusals import refusal, refusal_of_rank
+from tests.rings import on_ranks
 from tests.test_sparse import SMALL as SPARSE
 
 EXACT = 1e-12
@@ -198,17 +199,16 @@ def test_wrong_calls_are_refused_on_all_ranks():
         ((x, cos, cos), {"wrong": 1}, "TypeError: unexpected keyword argument 'wrong'"),
     ]
 
-    def work(ring):
-        sp = SequenceParallel(ring.rank, 2, process_group=ring)
+    def work(sp):
         layer = LightningAttention(32, 4, sp=sp).double()
         for wrong, named, error in cases:
-            with refusal_of_rank(1, ring.rank, error):
-                layer(*(wrong if ring.rank else (x, cos, cos)), **(named if ring.rank else {}))
+            with refusal_of_rank(1, sp.rank, error):
+                layer(*(wrong if sp.rank else (x, cos, cos)), **(named if sp.rank else {}))
         with refusal("ValueError: .*striped.*zigzag"):
             layer(x, cos, cos, layout="striped")
         return layer(x, cos, cos)
 
-    assert all(out.isfinite().all() for out in simulate(2, work))
+    assert all(out.isfinite().all() for out in on_ranks(2, work))
     layer = LightningAttention(32, 4).double()
     for named in ({"mask": Mask.causal(6)}, {"layout": "zigzag"}):
         with pytest.raises(ValueError, match="expected a Cache or a mask and layout"):
@@ -217,30 +217,28 @@ def test_wrong_calls_are_refused_on_all_ranks():
 
 @pytest.mark.parametrize("part", ["whole", "chunk", "cache"])
 def test_what_ranks_divide_the_logits_of_decays_by_is_compared(part):
-    def work(ring):
-        sp = SequenceParallel(ring.rank, 2, process_group=ring)
+    def work(sp):
         layer = LightningAttention(
-            16, 2, sp=sp, rotary=False, gate_logit_normalizer=8.0 if ring.rank else 16.0
+            16, 2, sp=sp, rotary=False, gate_logit_normalizer=8.0 if sp.rank else 16.0
         )
         loop = Chunks(Mask.causal(8), 8, 1, sp).forward(last=True)
         cache = {"whole": None, "chunk": next(loop), "cache": Cache(sp, 1, 8)}[part]
         with pytest.raises(RanksDisagree, match=r"rank 0 has .*16\.0.*, rank 1 has .*8\.0"):
             layer(torch.zeros(1, 4, 16), cache=cache)
 
-    simulate(2, work)
+    on_ranks(2, work)
 
 
 def test_wrong_calls_in_a_chunk_are_named_as_attention_of_a_layer():
-    def work(ring):
-        sp = SequenceParallel(ring.rank, 2, process_group=ring)
-        layer = LightningAttention(16, 2, sp=sp, rotary=False, layer=ring.rank)
+    def work(sp):
+        layer = LightningAttention(16, 2, sp=sp, rotary=False, layer=sp.rank)
         loop = Chunks(Mask.causal(8), 8, 1, sp).forward(last=True)
         with pytest.raises(ValueError) as caught:
             layer(torch.zeros(1, 4, 16), cache=next(loop))
         return str(caught.value)
 
     reason = "expected a layer below 1 in these Chunks, got 1"
-    first, second = simulate(2, work)
+    first, second = on_ranks(2, work)
     assert second == reason
     assert first.endswith(
         f"rank 1 of the group failed before the attention of a layer: ValueError: {reason}"
@@ -271,12 +269,11 @@ def test_the_kernel_that_was_asked_for_is_used_or_refused(cache):
 def test_another_length_of_chunks_on_one_rank_is_an_error_on_all():
     """Layers that keep keys compare it with their memory. States reserve none."""
 
-    def work(ring):
-        sp = SequenceParallel(ring.rank, 2, process_group=ring)
-        chunks = Chunks(Mask.causal(40), 20, 1, sp, length=99 if ring.rank else None)
+    def work(sp):
+        chunks = Chunks(Mask.causal(40), 20, 1, sp, length=99 if sp.rank else None)
         layer, x = LightningAttention(16, 2, sp=sp, rotary=False), torch.zeros(1, 10, 16)
         with pytest.raises(RanksDisagree, match="length of Chunks: rank 0 has None, rank 1 has 99"):
             for chunk in chunks.forward(last=True):
                 layer(x, cache=chunk)
 
-    simulate(2, work)
+    on_ranks(2, work)

@@ -15,6 +15,7 @@ from models.config import PRESETS, CPMConfig
 from models.cpm import CPM
 from models.huggingface import config_from_hf, config_to_hf
 from tests.refusals import refused_line
+from tests.rings import on_ranks
 from train.data.tokenizer import ByteTokenizer
 from train.generate import Sampling, generate
 from train.generate import main as generate_main
@@ -267,9 +268,8 @@ def test_wrong_wishes_for_results_raise_on_all_ranks(wanted, with_labels, messag
     tokens = torch.zeros(1, 5, dtype=torch.int64)
     labels = tokens if with_labels else None
 
-    def work(ring):
-        sp = SequenceParallel(ring.rank, 2, process_group=ring)
-        wrong, said = {} if ring.rank else wanted, []  # on the first rank
+    def work(sp):
+        wrong, said = {} if sp.rank else wanted, []  # on the first rank
         sequence = sp.sequence(Mask.causal(10))
         for model, of_ranks in ((CPM(SMALL, sp), None), (CPM(SMALL), sequence)):
             with pytest.raises((TypeError, ValueError)) as caught:
@@ -277,5 +277,5 @@ def test_wrong_wishes_for_results_raise_on_all_ranks(wanted, with_labels, messag
             said.append(str(caught.value))
         return said
 
-    for said in simulate(2, work):
+    for said in on_ranks(2, work):
         assert all(message in text for text in said)

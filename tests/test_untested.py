@@ -19,6 +19,7 @@ from bmt_burst.adapters.transformers.untested import compare_with_plain
 from bmt_burst.ranks.sequence_parallel import WholeSequence
 from tests.launcher import run_ranks
 from tests.reference import relative_error
+from tests.rings import on_ranks
 
 OPTIONS = {"flash": "auto", "deterministic": False, "strategy": "auto"}
 SIZES = {
@@ -74,23 +75,21 @@ def make(name: str, device: str = "cpu", **more) -> hf.PreTrainedModel:
 
 
 def compare(model: hf.PreTrainedModel, size: int = 2, balanced: bool = False) -> None:
-    def work(ring):
-        sp = SequenceParallel(ring.rank, size, process_group=ring)
+    def work(sp):
         compare_with_plain(find_target(model, True), sp, balanced, OPTIONS)
 
-    simulate(size, work)
+    on_ranks(size, work)
 
 
 def refusals(model: hf.PreTrainedModel, size: int = 2) -> list[str]:
     """Return the texts of the errors of enable, from each rank."""
 
-    def work(ring):
-        sp = SequenceParallel(ring.rank, size, process_group=ring)
+    def work(sp):
         with pytest.raises(TypeError) as refused:
             enable(model, sp, untested=True)
         return str(refused.value)
 
-    return simulate(size, work)
+    return on_ranks(size, work)
 
 
 @pytest.fixture

@@ -24,14 +24,10 @@ from bmt_burst.transport import ALONE
 from tests.cases import random_qkv
 from tests.reference import assert_close, dense_results
 from tests.refusals import refusal
-from tests.rings import shard_results
+from tests.rings import on_ranks, shard_results
 
 MASK = Mask.documents((0, 5, 17, 24))
 ROWS = [MASK, Mask.causal(24)]
-
-
-def on_ranks(size, work):
-    return simulate(size, lambda ring: work(SequenceParallel(ring.rank, size, process_group=ring)))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

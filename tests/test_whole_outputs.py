@@ -29,6 +29,7 @@ from bmt_burst.adapters.transformers import ATTENTION, enable, requests
 from bmt_burst.adapters.transformers.requests import WantedOutputs, ask_models
 from tests.reference import relative_error
 from tests.refusals import refusal
+from tests.rings import on_ranks
 from tests.test_transformers import (
     BOUND,
     SIZES,
@@ -161,12 +162,11 @@ def test_embeddings_from_outside_have_their_gradient():
     model, ids = plain("Llama"), tokens(2, 37)
     embeddings = torch.randn(2, 37, 32, generator=torch.Generator().manual_seed(0)).requires_grad_()
 
-    def work(ring):
-        sp = SequenceParallel(ring.rank, 3, process_group=ring)
+    def work(sp):
         ours = enabled(model, sp, balanced=True)
         return loss_of(ours(inputs_embeds=embeddings, labels=ids, whole_outputs=True), None)
 
-    [got] = torch.autograd.grad(torch.stack(simulate(3, work)).mean(), embeddings)
+    [got] = torch.autograd.grad(torch.stack(on_ranks(3, work)).mean(), embeddings)
     loss = loss_of(model(inputs_embeds=embeddings, labels=ids, use_cache=False), None)
     [expected] = torch.autograd.grad(loss, embeddings)
     assert relative_error(got, expected) < BOUND
@@ -176,13 +176,12 @@ def test_whole_tuples_stay_tuples():
     call = {**calls()["documents of rows"], "output_hidden_states": True, "return_dict": False}
     loss, logits, states = plain("Llama")(**call, use_cache=False)
 
-    def work(ring):
-        sp = SequenceParallel(ring.rank, 2, process_group=ring)
+    def work(sp):
         of_head = enabled(plain("Llama"), sp, balanced=True)(**call, whole_outputs=True)
         states = {name: x for name, x in call.items() if name != "labels"}
         return *of_head, *enabled(plain("Llama").model, sp)(**states)
 
-    got_loss, got_logits, got_states, last, states_of_base = simulate(2, work)[1]
+    got_loss, got_logits, got_states, last, states_of_base = on_ranks(2, work)[1]
     expected = loss, logits, *states, states[-1], *states
     got = got_loss, got_logits, *got_states, last, *states_of_base
     for mine, x in zip(got, expected, strict=True):
