@@ -1,8 +1,7 @@
 """Compilation of the kernels of a run before its first step.
 
 Other processes take short steps of a model with the run's kinds of layers, with masks of all kinds.
-They launch nothing, and their peers are imagined. `bmt_burst.ahead` compiles the kernels that these
-steps need. All of this ends before the run builds its model.
+They launch nothing, and their peers are imagined. `bmt_burst.ahead` compiles what these steps need.
 """
 
 from __future__ import annotations
@@ -72,20 +71,15 @@ class Rehearsal:
         return replace(model, vocab_size=64, intermediate_size=64, rope_scaling=None)
 
     def arguments(self) -> list[tuple[Any, ...]]:
-        """Return the arguments of `take_steps`: runs with the strategies that "auto" may take, some
-        ranks, and the sides that they may send.
-        """
+        """Return the arguments of `take_steps`: strategies, some ranks, and what they send."""
         strategies = [self.attention["strategy"]]
         if strategies == ["auto"]:
-            # of documents, one-call needs no other kernels than the ring
-            is_other = 1 < self.size == self.inner and not self.documents
-            strategies = ["ring", "one-call"][: 1 + is_other]
+            strategies = ["ring", "one-call"][: 1 + (1 < self.size == self.inner)]
         runs = [replace(self, attention=self.attention | {"strategy": x}) for x in strategies]
         # a run with more chunks may send the other side
         both = self.size > 1 < self.chunks and self.model.infllm is None
-        sides: list[str | None] = ["q", "kv"] if both else [None]
         sample = sorted({0, 1 % self.size, self.size // 2, self.size - 1})
-        return [*itertools.product(runs, sample, sides)]
+        return [*itertools.product(runs, sample, ["q", "kv"] if both else [None])]
 
     def examples(self) -> list[list[int]]:
         """Return the ends of documents of sequences."""
