@@ -1,5 +1,5 @@
-"""The folders of bmt_burst/ are its architecture: no circle of imports, and no import of a folder
-above.
+"""The folders of bmt_burst/ and train/ are their architecture: no circle of imports, and no import
+of a folder above.
 
 Imports are read from the source: statements, calls of `import_module` with a literal name, and the
 tables of registries. A computed name cannot be seen: only `base/registry.py` may import by one. The
@@ -20,7 +20,7 @@ import pytest
 from tests.launcher import ROOT
 
 # From the lowest up; folders of one line may import each other.
-LEVELS = [
+BMT_BURST = [
     ("base", "errors"),
     ("sequence", "spec", "fused"),
     ("merging",),
@@ -36,6 +36,10 @@ LEVELS = [
     ("attention", "parts", "loss", "folding", "offload", "nn", "", "doctor", "ahead", "planning"),
     ("adapters", "bmtrain", "compat"),
 ]
+TRAIN = ["registry", "base", "data", "generation", "cpm_live", "engine", "checkpoints"]
+TRAIN += ["evaluation", "settings", "run", "loop", "trained", "planning"]
+SCRIPTS = ("make_vocabulary", "prepare_data", "pretrain", "generate", "export", "evaluate", "plan")
+LEVELS = {"bmt_burst": BMT_BURST, "train": [("",), *((name,) for name in TRAIN), SCRIPTS]}
 # The core, and words of its extensions.
 CORE = ("sequence", "merging", "transport", "ranks", "strategies", "calls")
 WORDS = re.compile(r"\b(?i:bias|learned|sparse|lightning|selected)\b|\bScores\b")
@@ -122,17 +126,22 @@ def folder_of(name: str) -> str:
 
 
 def level(name: str) -> int:
-    found = [i for i, folders in enumerate(LEVELS) if folder_of(name) in folders]
+    levels = LEVELS[name.split(".")[0]]
+    found = [i for i, folders in enumerate(levels) if folder_of(name) in folders]
     assert found, f"add {folder_of(name)!r} to LEVELS in tests/test_folders.py"
     return found[0]
 
 
-def test_no_folder_imports_one_above():
+@pytest.mark.parametrize("package", MODULES)
+def test_no_folder_imports_one_above(package):
+    """In `train` not in functions and for types either."""
+    names = MODULES[package]
+    assert {level(name) for name in names} == set(range(len(LEVELS[package])))
     upwards = {
         (name, target)
-        for name in MODULES["bmt_burst"]
+        for name in names
         for target, is_early in imported(name)
-        if is_early and level(target) > level(name)
+        if (is_early or package == "train") and level(target) > level(name)
     }
     assert not upwards
 
@@ -222,41 +231,3 @@ def find_circle(imports: dict[str, set[str]]) -> list[str]:
         if circle := visit(name, []):
             return circle
     return []
-
-
-# From the lowest up. Scripts are above all folders.
-TRAIN_LEVELS = [
-    "registry",
-    "base",
-    "data",
-    "generation",
-    "cpm_live",
-    "engine",
-    "checkpoints",
-    "evaluation",
-    "settings",
-    "run",
-    "loop",
-    "trained",
-    "planning",
-]
-SCRIPTS = {"make_vocabulary", "prepare_data", "pretrain", "generate", "export", "evaluate", "plan"}
-
-
-def _train_level(name: str) -> int:
-    top = folder_of(name)
-    assert top in (*TRAIN_LEVELS, *SCRIPTS), f"add {top!r} to TRAIN_LEVELS or SCRIPTS"
-    return len(TRAIN_LEVELS) if top in SCRIPTS else TRAIN_LEVELS.index(top)
-
-
-def test_no_folder_of_train_imports_one_above():
-    """So arrows between folders go one way, also those of imports in functions and for types."""
-    names = {name for name in MODULES["train"] if "." in name}
-    assert {_train_level(name) for name in names} == set(range(len(TRAIN_LEVELS) + 1))
-    upwards = {
-        (name, target)
-        for name in names
-        for target, _ in imported(name)
-        if target != "train" and _train_level(target) > _train_level(name)
-    }
-    assert not upwards
