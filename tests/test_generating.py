@@ -24,7 +24,6 @@ from bmt_burst.adapters.transformers.documents import find_masks
 from bmt_burst.adapters.transformers.folded import FoldedRows
 from bmt_burst.errors import RanksDisagree
 from bmt_burst.sequence.layout import IGNORE_INDEX
-from tests import trainers
 from tests.launcher import run_ranks
 from tests.test_trainers import CASES, compare
 from tests.trainers import (
@@ -36,6 +35,7 @@ from tests.trainers import (
     count_odd,
     lora,
     model,
+    run_cases,
     save_for_dpo,
     text,
     tokenizer,
@@ -229,19 +229,11 @@ def test_folded_rows_equal_separate_rows():
     run_ranks(2, fold_on)
 
 
-def fold_alone(rank: int, folder: str) -> None:
-    """Compare folded rows on one rank with the plain class."""
-    save_for_dpo(folder)
-    for name, options in (CASES["grpo, folded"], CASES["dpo, folded"]):
-        found = []
-        for change in (unchanged, changed(sp_size=1)):
-            begin(rank)
-            found.append(getattr(trainers, name)(change, path=folder, **options))
-        compare(*found)
-
-
 def test_one_rank_folds(tmp_path):
-    run_ranks(1, fold_alone, str(tmp_path))
+    """It computes what the plain class does."""
+    folder, cases = str(tmp_path), [CASES["grpo, folded"], CASES["dpo, folded"]]
+    save_for_dpo(folder)
+    compare(*(run_ranks(1, run_cases, size, cases, folder) for size in (1, None)))
     with pytest.raises(ValueError, match="fold=True is for TRL's GRPOTrainer, RLOOT"):
         changed(fold=True)(trl.SFTTrainer)
 

@@ -43,7 +43,6 @@ from tests.trainers import (
     history,
     lora,
     model,
-    plain,
     run_cases,
     save_for_dpo,
     train_with_sft,
@@ -423,21 +422,11 @@ def test_loaders_and_counts_under_a_mesh_of_all_ranks():
         assert [x for x, _ in first] != [x for x, _ in second]
 
 
-def alone(rank: int, cases: list) -> None:
-    """Check that a group of one rank computes the same bits as the plain class."""
-    for name, options in cases:
-        found = []
-        for change in (plain, changed(sp_size=1)):
-            begin(rank)
-            found.append(globals()[name](change, **options))
-        expected, got = found
-        assert got["history"] == expected["history"]
-        for key, weight in expected["weights"].items():
-            assert got["weights"][key].equal(weight)
-
-
-def test_one_rank_a_group_is_the_plain_class():
-    run_ranks(1, alone, [("train_with_trainer", {}), ("train_with_sft", {"packing": True})])
+def test_one_rank_a_group_is_the_plain_class(tmp_path):
+    """It computes the same bits."""
+    cases = [("train_with_trainer", {}), ("train_with_sft", {"packing": True})]
+    plain, found = (run_ranks(1, run_cases, size, cases, str(tmp_path)) for size in (None, 1))
+    compare(found, plain, bound=0)
 
 
 def use_again(rank: int) -> None:

@@ -345,6 +345,28 @@ def resume_with_trainer(change: Change, folder: str, **changes: Any) -> dict[str
     return {"history": history(trainer), "weights": weights(saved)}
 
 
+def train_with_trl(
+    change: Change, cls: type, config: type, train: Any, evaluated: Any, options: dict, **more: Any
+) -> dict[str, Any]:
+    """Run a trainer of TRL's on two datasets, with options of its `config`."""
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = change(cls)(
+            args=config(**arguments(folder, max_length=64, bf16=False) | options),
+            train_dataset=train,
+            eval_dataset=evaluated,
+            processing_class=tokenizer(),
+            **more,
+        )
+        return run(trainer)
+
+
+def datasets_of(rows: Callable[[int], list[dict]]) -> list[Any]:
+    """Return datasets of 13 rows to train with, and of 7 to evaluate."""
+    from datasets import Dataset
+
+    return [Dataset.from_list(rows(count)) for count in (13, 7)]
+
+
 def train_with_sft(
     change: Change,
     adapter: bool = False,
@@ -355,24 +377,20 @@ def train_with_sft(
     trained: hf.PreTrainedModel | None = None,
     **changes: Any,
 ) -> dict[str, Any]:
-    import datasets
     from trl import SFTConfig, SFTTrainer
 
-    options = arguments("", max_length=64, gradient_checkpointing=checking, bf16=False) | changes
-    rows = datasets.Dataset.from_list([Rows(13)[i] for i in range(13)])
-    if stream:
-        rows = rows.to_iterable_dataset(num_shards=2)
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = change(SFTTrainer)(
-            model=trained or model(kind),
-            args=SFTConfig(**options | {"output_dir": folder}),
-            train_dataset=rows,
-            eval_dataset=datasets.Dataset.from_list([Rows(7)[i] for i in range(7)]),
-            processing_class=tokenizer(),
-            peft_config=lora() if adapter else None,
-            compute_loss_func=own_loss if loss else None,
-        )
-        return run(trainer)
+    train, evaluated = datasets_of(lambda count: [*Rows(count)])
+    return train_with_trl(
+        change,
+        SFTTrainer,
+        SFTConfig,
+        train.to_iterable_dataset(num_shards=2) if stream else train,
+        evaluated,
+        {"gradient_checkpointing": checking, **changes},
+        model=trained or model(kind),
+        peft_config=lora() if adapter else None,
+        compute_loss_func=own_loss if loss else None,
+    )
 
 
 def train_twice(change: Change, path: str) -> dict[str, Any]:
@@ -414,21 +432,19 @@ def train_with_dpo(
     trained: hf.PreTrainedModel | None = None,
     **changes: Any,
 ) -> dict[str, Any]:
-    import datasets
+    from datasets import load_from_disk
     from trl import DPOConfig, DPOTrainer
 
-    with tempfile.TemporaryDirectory() as folder:
-        options = arguments(folder, max_length=64, **changes) | {"bf16": False}
-        trainer = change(DPOTrainer, fold=fold)(
-            model=trained or path,
-            ref_model=trained and model(),
-            args=DPOConfig(**options, precompute_ref_log_probs=before),
-            train_dataset=datasets.load_from_disk(f"{path}/pairs-13"),
-            eval_dataset=datasets.load_from_disk(f"{path}/pairs-7"),
-            processing_class=tokenizer(),
-            peft_config=lora() if adapter else None,
-        )
-        return run(trainer)
+    return train_with_trl(
+        functools.partial(change, fold=fold),
+        DPOTrainer,
+        DPOConfig,
+        *(load_from_disk(f"{path}/pairs-{count}") for count in (13, 7)),
+        {"precompute_ref_log_probs": before, **changes},
+        model=trained or path,
+        ref_model=trained and model(),
+        peft_config=lora() if adapter else None,
+    )
 
 
 def draw_completions(prompts: list[str], process: int) -> list[list[int]]:
@@ -554,57 +570,36 @@ def train_with_reinforcement(
 
 
 def train_with_rewards(change: Change, **changes: Any) -> dict[str, Any]:
-    import datasets
     from trl import RewardConfig, RewardTrainer
 
-    with tempfile.TemporaryDirectory() as folder:
-        options = arguments(folder, max_length=64, **changes) | {"bf16": False}
-        trainer = change(RewardTrainer)(
-            model=model("LlamaForSequenceClassification", num_labels=1),
-            args=RewardConfig(**options),
-            train_dataset=datasets.Dataset.from_list(pairs(13)),
-            eval_dataset=datasets.Dataset.from_list(pairs(7)),
-            processing_class=tokenizer(),
-        )
-        return run(trainer)
+    trained = model("LlamaForSequenceClassification", num_labels=1)
+    kind = RewardTrainer, RewardConfig
+    return train_with_trl(change, *kind, *datasets_of(pairs), changes, model=trained)
+
+
+def preferences(name: str, count: int) -> list[dict[str, Any]]:
+    """Return pairs as TRL's trainer for KTO, ORPO, CPO or TPO has them."""
+    if name != "KTO":
+        return [row | {"reference": row["chosen"]} for row in pairs(count)]
+    return [
+        {"prompt": row["prompt"], "completion": row[kind], "label": kind == "chosen"}
+        for row in pairs(count)
+        for kind in ("chosen", "rejected")
+    ]
 
 
 def train_on_preferences(
     change: Change, name: str, adapter: bool = False, **changes: Any
 ) -> dict[str, Any]:
     """Train with TRL's trainer for KTO, ORPO, CPO or TPO."""
-    import datasets
-
     package = importlib.import_module(
         "trl" if name == "KTO" else f"trl.experimental.{name.lower()}"
     )
-    trainer_class, config = (getattr(package, f"{name}{kind}") for kind in ("Trainer", "Config"))
-    rows = [pairs(count) for count in (13, 7)]
-    if name == "KTO":
-        rows = [
-            [
-                {"prompt": row["prompt"], "completion": row[kind], "label": kind == "chosen"}
-                for row in some
-                for kind in ("chosen", "rejected")
-            ]
-            for some in rows
-        ]
-    else:
-        rows = [[row | {"reference": row["chosen"]} for row in some] for some in rows]
-    train, evaluated = map(datasets.Dataset.from_list, rows)
-    reference = {"ref_model": None if adapter else model()} if name == "KTO" else {}
-    with tempfile.TemporaryDirectory() as folder:
-        options = arguments(folder, max_length=64, **changes) | {"bf16": False}
-        trainer = change(trainer_class)(
-            model=model(),
-            args=config(**options),
-            train_dataset=train,
-            eval_dataset=evaluated,
-            processing_class=tokenizer(),
-            peft_config=lora() if adapter else None,
-            **reference,
-        )
-        return run(trainer)
+    kind = [getattr(package, f"{name}{part}") for part in ("Trainer", "Config")]
+    more = {"ref_model": None if adapter else model()} if name == "KTO" else {}
+    more |= {"model": model(), "peft_config": lora() if adapter else None}
+    rows = datasets_of(functools.partial(preferences, name))
+    return train_with_trl(change, *kind, *rows, changes, **more)
 
 
 def compare_as_on_the_page(change: Change, folder: str) -> dict[str, Any]:
