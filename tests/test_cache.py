@@ -5,19 +5,21 @@ from __future__ import annotations
 import dataclasses
 import re
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from bmt_burst import Cache, InfLLMV2, Layout, Mask, init_sequence_parallel, nn
+from bmt_burst import Cache, InfLLMV2, Layout, Mask, SequenceParallel, nn
 from bmt_burst.base.streams import Flag
 from bmt_burst.errors import RankFailed, RanksDisagree
 from bmt_burst.extensions import find_kind
 from bmt_burst.kernels import few_queries
 from bmt_burst.lightning.memory import Lightning
+from bmt_burst.transport import sockets
 from models.cpm import CPM
 from tests.launcher import run_ranks
 from tests.test_chunks import DENSE, LARGEST, NOPE, SCALED, SPARSE, build, on_ranks, two_layers
@@ -535,61 +537,51 @@ def test_states_of_fewer_key_heads_are_refused():
         Cache(None, 1, 10).mix(0, Lightning((0.1, 0.2)), x, one, one)
 
 
-def fail_in_the_middle(rank: int, layer: int, options: dict[str, int]) -> tuple[str, float]:
-    sp, x = init_sequence_parallel(), torch.ones(1, 1, 2, 8)
-    cache = Cache(sp, 2, 10)
-    for number in (0, 1, 0):
-        cache.attend(number, x, x, x)
-    begun = time.monotonic()
-    with pytest.raises((TypeError, ValueError, RankFailed)) as caught:
-        cache.attend(*(layer, x, x, x) if rank else (1, x, x, x), **options if rank else {})
-    return str(caught.value), time.monotonic() - begun
+def attend_in_a_cache(sp: SequenceParallel) -> Callable[..., Any]:
+    cache, x = Cache(sp, 2, 10), torch.ones(1, 1, 2, 8)
+    return lambda layer=1, **options: cache.attend(layer, x, x, x, **options)
 
 
-@pytest.mark.parametrize(
-    ("layer", "options", "message"),
-    [
-        (1, {"unknown": 1}, "unexpected keyword argument 'unknown'"),
-        (0, {}, "layer 1 has 1 tokens, layer 0 has 2: expected all 2 layers"),
-        (2, {}, "expected a layer below 2 in this Cache, got 2"),
-    ],
-    ids=["a wrong option", "a layer twice", "a layer that there is not"],
-)
-def test_an_error_in_the_middle_of_new_tokens_is_reported_at_once(layer, options, message):
-    """The other ranks already compute the layer, and send no line."""
-    for text, seconds in run_ranks(2, partial(fail_in_the_middle, layer=layer, options=options)):
-        assert message in text
-        assert seconds < 60  # half of the group's timeout
-
-
-def pass_wrong_inputs_in_the_middle(rank: int, wrong: dict[str, Any]) -> tuple[str, float]:
-    sp, x = init_sequence_parallel(), torch.ones(1, 1, 16)
+def attend_in_layers(sp: SequenceParallel) -> Callable[..., Any]:
     layers = [nn.BurstAttention(16, 2, sp=sp, layer=layer) for layer in range(2)]
-    cache, tables = Cache(sp, 2, 10), nn.rope_tables(torch.zeros(1), 8)
-    with torch.no_grad():
-        for number in (0, 1, 0):
-            layers[number](x, *tables, cache=cache)
+    cos, sin = nn.rope_tables(torch.zeros(1), 8)
+    given = {"x": torch.ones(1, 1, 16), "cos": cos, "sin": sin, "cache": Cache(sp, 2, 10)}
+    return lambda layer=1, **changes: layers[layer](**given | changes)
+
+
+IN_THE_MIDDLE = [
+    (attend_in_a_cache, {"unknown": 1}, "unexpected keyword argument 'unknown'"),
+    (attend_in_a_cache, {"layer": 0}, "layer 1 has 1 tokens, layer 0 has 2: expected all 2 layers"),
+    (attend_in_a_cache, {"layer": 2}, "expected a layer below 2 in this Cache, got 2"),
+    (attend_in_layers, {"x": torch.ones(1, 1, 15)}, "x must be (batch, tokens, 16)"),
+    (attend_in_layers, {"unknown": 1}, "keyword argument 'unknown'"),
+    (attend_in_layers, {"mask": Mask.causal(1)}, "expected a Cache or a mask and layout, got both"),
+]
+
+
+@torch.no_grad()
+def fail_in_the_middle(rank: int) -> list[tuple[str, float]]:
+    """Return this rank's errors, and the seconds until they were raised. Rank 1 passes what is
+    wrong in the last layer of a second token.
+    """
+    sockets._FAILING, found = 1.5, []  # seconds to wait for the other rank to fail, too
+    for make, wrong, _ in IN_THE_MIDDLE:
+        attend = make(SequenceParallel(rank, 2, process_group=dist.new_group([0, 1])))
+        for layer in (0, 1, 0):
+            attend(layer)
         begun = time.monotonic()
         with pytest.raises((TypeError, ValueError, RankFailed)) as caught:
-            layers[1](
-                **{"x": x} | (wrong if rank else {}), cos=tables[0], sin=tables[1], cache=cache
-            )
-    return str(caught.value), time.monotonic() - begun
+            attend(**wrong if rank else {})
+        found.append((str(caught.value), time.monotonic() - begun))
+    return found
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"x": torch.ones(1, 1, 15)}, "x must be (batch, tokens, 16)"),
-        ({"unknown": 1}, "keyword argument 'unknown'"),
-        ({"mask": Mask.causal(1)}, "expected a Cache or a mask and layout, got both"),
-    ],
-    ids=["a wrong width", "a wrong argument", "a mask"],
-)
-def test_wrong_inputs_of_a_layer_in_the_middle_of_new_tokens_are_reported_at_once(wrong, message):
-    for text, seconds in run_ranks(2, partial(pass_wrong_inputs_in_the_middle, wrong=wrong)):
-        assert message in text
-        assert seconds < 60  # half of the group's timeout
+def test_an_error_in_the_middle_of_new_tokens_is_reported_at_once():
+    """The other ranks already compute the layer, and send no line."""
+    for found in run_ranks(2, fail_in_the_middle):
+        for (text, seconds), (_, _, message) in zip(found, IN_THE_MIDDLE, strict=True):
+            assert message in text
+            assert seconds < 60  # half of the group's timeout
 
 
 @pytest.mark.parametrize("part", ["mask", "cache"])
