@@ -77,7 +77,7 @@ def run_cases(
         shared = {"path", "folder"} & inspect.signature(function).parameters.keys()
         found.append(function(change, **dict.fromkeys(shared, folder), **options))
         # Each of gloo's groups has a thread that wakes up a hundred times a second.
-        for group in set(dist.distributed_c10d._world.pg_map) - {dist.group.WORLD}:
+        for group in [x for x in dist.distributed_c10d._world.pg_map if x != dist.group.WORLD]:
             dist.destroy_process_group(group)
     return found
 
