@@ -217,9 +217,7 @@ def random_slices(chance: random.Random, tokens: int):
 
 
 def random_two_lengths(chance: random.Random, size: int) -> tuple[Mask, Layout, Layout]:
-    """Return a mask of two lengths, or of one length and two layouts, and layouts of its queries
-    and keys.
-    """
+    """Return a mask of two lengths or layouts, and the layouts of its queries and keys."""
     tokens = chance.randint(size, 60)
     start = chance.randint(0, tokens - size)
     mask = random_mask(chance, tokens).rows(start, chance.randint(start + size, tokens))

@@ -62,9 +62,7 @@ def random_log_decay(
 
 
 def expected_results(tensors, rates, scale, masks: Sequence[Mask]) -> list[Tensor]:
-    """Return out, dq, dk, dv and, for a log_decay, its gradient, by the recurrence, for a mask for
-    each row.
-    """
+    """Return out, dq, dk, dv and the gradient of a log_decay, by the recurrence, of rows' masks."""
     *qkv, dout = tensors
     leaves = [x.clone().requires_grad_() for x in (*qkv, rates)]
     borders = [{s.q[0] for s in mask.slices} for mask in masks]
@@ -76,9 +74,7 @@ def expected_results(tensors, rates, scale, masks: Sequence[Mask]) -> list[Tenso
 
 
 def shard_results(tensors, rates, **options) -> list[Tensor]:
-    """Return a rank's out, dq, dk, dv and the gradient of a log_decay. A call must leave its inputs
-    as they are.
-    """
+    """Return a rank's out, dq, dk, dv and the gradient of a log_decay. Its inputs must stay."""
     kept = [x.clone() for x in (*tensors, rates)]
     *qkv, dout = (x.detach() for x in tensors)
     leaves = [x.requires_grad_() for x in qkv]

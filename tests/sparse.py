@@ -1,6 +1,4 @@
-"""InfLLM-V2 written out in float64, from its definition, random cases of it, and what tests of
-models need.
-"""
+"""InfLLM-V2 by its definition in float64, random cases of it, and what tests of models need."""
 
 from __future__ import annotations
 

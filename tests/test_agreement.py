@@ -43,9 +43,7 @@ def error_of(attempt) -> str:
 
 
 def other_orders(rank: int, group) -> None:
-    """Backwards in another order, one that is skipped, one that fails before it begins; the group
-    stays in order.
-    """
+    """Backwards in another order, one skipped, one that fails early. The group stays in order."""
     begins = "RanksDisagree: ranks do not do the same: rank 0 begins "
     calls = [call(group), call(group)]
     error = error_of(lambda: differentiate(*calls[rank]))
@@ -97,9 +95,7 @@ def broken_off(rank: int, group, method: str, who: tuple[int, ...]) -> None:
 
 
 def patience(who: tuple[int, ...]) -> float:
-    """Return how many seconds the ranks `who` wait for the other one to give up too: many where it
-    does.
-    """
+    """Return how many seconds the ranks `who` wait for the other one to give up as well."""
     return 1.5 if who == (1,) else 60.0
 
 
@@ -111,9 +107,7 @@ def out_of_step(rank: int) -> None:
 
 
 def unprepared(rank: int) -> None:
-    """All ranks fail between an agreement and its computation, then one does. Nobody waits for
-    it.
-    """
+    """All ranks fail between an agreement and its computation, then one does. None waits."""
     for holder, method, does, message, options in (
         (Ring, "plan", fail, "MemoryError: no memory left", {}),
         (RingPlan, "reserve", fail, "MemoryError: no memory left", {}),
@@ -328,9 +322,7 @@ def test_a_model_is_attached_with_all_its_layers():
 
 
 def test_who_does_not_come_is_waited_for_once():
-    """A call within a call fails for want of another rank: the outer one does not wait for that
-    rank again.
-    """
+    """A call within a call fails for want of a rank. The outer one does not wait for it again."""
     waits = []
 
     class Alone:

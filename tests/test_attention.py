@@ -1,6 +1,4 @@
-"""The public function on its own: what it refuses, what it leaves alone, what autograd may do with
-it.
-"""
+"""The public function: what it refuses and leaves alone, and what autograd may do with it."""
 
 import inspect
 import logging
@@ -225,9 +223,7 @@ def test_numbers_of_numpy_are_numbers():
 @pytest.mark.parametrize("flash", CPU_KERNELS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_every_scale_is_computed_with_or_refused(flash, dtype):
-    """What counts is the dtype in which scores are scaled: fp16 takes scales above its own largest
-    number.
-    """
+    """The dtype in which scores are scaled counts: fp16 takes scales above its largest number."""
     q, k, v = qkv(dtype=dtype)
     # Their products stay normal numbers below: some CPUs take others as zero in products of bf16.
     q, k = q.sign(), k.sign()
@@ -332,9 +328,7 @@ def test_a_rank_without_a_gradient_of_out_takes_part_in_the_backward():
 
 @pytest.mark.parametrize("backward", ["q", "kv"])
 def test_one_tensor_may_be_query_key_and_value_and_gradients_may_be_views(backward):
-    """q, k, v share memory and so do their gradients; the output's gradient is an expanded
-    scalar.
-    """
+    """q, k, v and their gradients share memory. The output's gradient is an expanded scalar."""
     x = random_qkv(1, 10, 2, 2, 8)[0]
     _, _, *grads = dense_results(Mask.full(10), [x, x, x, torch.ones_like(x)], 8**-0.5)
 
@@ -489,9 +483,7 @@ def test_auto_logs_once_which_kernel_it_took(caplog):
     ("magnitude", "head_size"), [(1e-30, 16), (1.0, 16), (1e30, 16), (1.0, 2), (1.0, 80)]
 )
 def test_surrogate_out_has_the_right_delta(magnitude, head_size, dtype):
-    """To far less than o' is rounded to, but where fp16 has no numbers so small or two entries are
-    all there are.
-    """
+    """To far less than o' is rounded to, except for tiny numbers of fp16 and two entries."""
     dout = random_qkv(2, 5, 3, 3, head_size, dtype)[3]
     if dtype == torch.float16:
         magnitude = 1.0
@@ -511,9 +503,7 @@ def test_surrogate_out_has_the_right_delta(magnitude, head_size, dtype):
 
 @pytest.mark.parametrize(("size", "scale"), [(2, 500.0), (4, 10.0)])
 def test_a_saturated_softmax_has_the_gradients_of_one_rank(size, scale):
-    """There dq and dk are what cancellation leaves, so a delta that is rounded to bf16 would be
-    most of it.
-    """
+    """dq and dk are what cancellation leaves: a delta rounded to bf16 would be most of it."""
     *inputs, dout = random_qkv(1, 64, 4, 4, 32, torch.bfloat16)
     _, _, *exact = dense_results(Mask.causal(64), [*inputs, dout], scale)
 

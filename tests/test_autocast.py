@@ -177,9 +177,7 @@ def test_ranks_with_other_settings_all_raise(dtype):
 @pytest.mark.parametrize("norms", ["none", "as they are", "fp32"])
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_layer_computes_in_the_dtype_of_autocast(norms, size):
-    """Its tables of cos and sin are fp32, and so is what some versions of torch's RMSNorm return
-    under autocast.
-    """
+    """Tables of cos and sin are fp32, as are results of RMSNorm in some versions of torch."""
     torch.manual_seed(0)
     layer = BurstAttention(32, 4, 2, sinks=True, qk_norm_eps=None if norms == "none" else 1e-6)
     if norms == "fp32":

@@ -38,9 +38,7 @@ def test_short_work_gets_one_call_and_long_work_the_ring():
 
 
 def test_the_work_of_a_rank_counts():
-    """With its visible pairs, batch, heads and head size; 4K tokens on each of 2 ranks have 0.27
-    TFLOP.
-    """
+    """Pairs, batch, heads and head size count. 4K tokens on each of 2 ranks have 0.27 TFLOP."""
     assert taken(4096, 2, batch=2, group_bytes=1 << 30) == "ring"
     assert taken(4096, 2, heads=64, kv_heads=8) == "ring"
     assert taken(4096, 2, head_size=256) == "ring"
@@ -79,9 +77,7 @@ def test_a_strategy_that_was_asked_for_is_used_or_refused():
 
 
 def test_choices_are_near_the_best_that_was_measured():
-    """Peers were imagined: nothing was sent. The same strategy by its name and by "auto" differs by
-    up to 6 % there.
-    """
+    """Peers were imagined. The same strategy by its name and by "auto" differs by up to 6 %."""
     rows = read_rows([Path(ROOT) / "bench/results/one-rank-1-nvidia-h200-auto.jsonl"])
     shape = ("mask", "seq_len", "gpus", "batch", "heads", "kv_heads", "head_dim")
     measured: dict[tuple, dict[str, float]] = {}

@@ -1,6 +1,4 @@
-"""The balanced layout: every token once, equal tokens, nearly equal work, few documents cut, and
-soon found.
-"""
+"""The balanced layout: each token once, nearly equal work, few documents cut, and soon found."""
 
 import bisect
 import itertools
@@ -132,9 +130,7 @@ def cut(mask, layout):
 
 
 def check_shards(mask, size, layout):
-    """Each position once, the spans of a rank rising and merged, tokens as equal as can be, longer
-    ranks first.
-    """
+    """Each position once, spans rising and merged, equal tokens, and longer ranks first."""
     small, longer = divmod(mask.seq_len, size)
     assert [sum(map(length, spans)) for spans in layout] == [
         small + (rank < longer) for rank in range(size)
@@ -166,9 +162,7 @@ def test_a_long_document_may_be_used_up_first():
 @pytest.mark.parametrize(("size", "tokens"), [(2, 32768), (3, 4096), (8, 32768), (64, 4096)])
 @pytest.mark.parametrize("kind", [shorts, longs, others])
 def test_work_is_equal_and_few_documents_are_cut(kind, size, tokens):
-    """An arc cuts at most two documents, and the last rank takes what is left: a document over r
-    ranks was cut r - 1 times.
-    """
+    """An arc cuts two documents at most. A document over r ranks was cut r - 1 times."""
     rng = random.Random(f"{kind.__name__} {size} {tokens}")
     for mask in kind(rng, size * tokens + 7, size):
         layout = balanced_spans(mask, size)
@@ -234,9 +228,7 @@ TIMES = [(100, 8, 0.001), (1000, 8, 0.004), (100, 512, 0.012), (1, 512, 0.005)]
 
 @pytest.mark.parametrize(("documents", "size", "most"), TIMES)
 def test_time(documents, size, most):
-    """A new mask takes some seconds of a processor: 30 times what is usual, as some are 15 times as
-    slow.
-    """
+    """Limits are 30 times what is usual: some processors are 15 times as slow."""
     masks = [
         Mask.documents(cuts(random.Random(seed), size * 32768, documents)) for seed in range(3)
     ]

@@ -1,6 +1,4 @@
-"""What tokens of a padded row with context and spans see, for the adapters of models, against its
-definition.
-"""
+"""Padded rows with context and spans, for adapters of models, against their definition."""
 
 import itertools
 import random

@@ -63,9 +63,7 @@ def packed(q, k, v, form):
 def largest_error(
     size, mask, name, own, *, form="", batch=None, arguments=lambda rank: (), **options
 ):
-    """The largest relative error of out, lse, dq, dk, dv; `own(rank)` are a rank's positions.
-    Packed without `batch`.
-    """
+    """Return the largest relative error at positions `own(rank)`. No `batch` means packed."""
     tensors = random_qkv(batch or 1, mask.seq_len, 2, 2 if form == "_qkvpacked" else 1, 8)
     function = getattr(compat, f"{name}{form}_func")
 

@@ -1,6 +1,4 @@
-"""Layers of yunchang, computed here, over gloo against dense attention; tokens are cut without
-Layouts.
-"""
+"""Layers of yunchang over gloo, against dense attention; tokens are cut without Layouts."""
 
 import inspect
 import itertools
@@ -45,9 +43,7 @@ def own_tokens(kind, tokens, ulysses, ring, rank, low):
 
 
 def error(layer, mask, extract, **options):
-    """The largest relative error of this rank's out, dq, dk, dv; `extract` cuts tensors (B, S,
-    ...).
-    """
+    """The largest error of this rank's out, dq, dk, dv. `extract` cuts tensors (B, S, ...)."""
     is_packed = isinstance(layer, LongContextAttentionQKVPacked)
     tensors = random_qkv(2, mask.seq_len, 4, 4 if is_packed else 2, 8)
     local = [extract(x).detach() for x in tensors]

@@ -34,9 +34,7 @@ pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 
 
 def test_compiled_equals_written():
-    """On CPUs as torch traces it, without generated code. Entries round in both, but delta is what
-    counts.
-    """
+    """As torch traces it on CPUs, without generated code. Entries round, but delta counts."""
     torch._dynamo.reset()
     written = surrogate_out.__wrapped__
     traced = torch.compile(written, dynamic=True, fullgraph=True, backend="aot_eager")

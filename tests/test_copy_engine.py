@@ -1,6 +1,4 @@
-"""Deliveries by copy engines: their protocol, on threads in place of streams, which copy when they
-like.
-"""
+"""The protocol of deliveries by copy engines, on threads in place of streams, which copy late."""
 
 import ctypes
 import queue
@@ -27,9 +25,7 @@ _PATIENCE = 200.0  # seconds
 
 
 class ThreadStream:
-    """A stream whose work a thread does, in order and late. `work` is its queue, which may be
-    shared.
-    """
+    """A stream whose work a thread does, in order and late. Its queue `work` may be shared."""
 
     longest_copy = 2e-3  # seconds
 
@@ -76,9 +72,7 @@ def started_queue():
 
 
 class Inline:
-    """The queue of the stream that computes: the rank's own thread, which may have to wait for its
-    turn in `work`.
-    """
+    """The computing stream's queue: the rank's own thread, which may wait its turn in `work`."""
 
     def __init__(self, work=None):
         self.shared = work
@@ -262,9 +256,7 @@ def test_puts_leave_when_they_are_ready_and_may_change_after_the_wait(count):
 def test_a_call_that_fails_on_all_ranks_leaves_the_transport_in_order(
     inner, method, backward, failing_call, monkeypatch
 ):
-    """As when memory runs out and the caller goes on with less; also while a pass and the one
-    before are under way.
-    """
+    """Memory runs out and the caller goes on with less, also while two passes are under way."""
     arenas, kernel, calls = {}, kernels.load("cpu"), threading.local()
     plain = getattr(kernel, method)
 

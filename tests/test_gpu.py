@@ -1,6 +1,4 @@
-"""What only GPUs can show: kernels, streams, memory, NCCL. Where there are fewer GPUs than ranks,
-these share one.
-"""
+"""What only GPUs can show: kernels, streams, memory, NCCL. Ranks may share a GPU."""
 
 import dataclasses
 import itertools
@@ -277,9 +275,7 @@ def test_whole_tensors_have_gradients(size):
 
 
 def biased_equality(rank: int, size: int, tokens: int = 4096) -> dict[str, float]:
-    """The errors of a row of CPM-Bee's, many of whose pairs lie in areas with a row of the table
-    each.
-    """
+    """The errors of a row of CPM-Bee's, many of whose pairs lie in areas of one table row."""
     bmt_burst.bias.areas._LONG = tokens // 32
     few = {"position_bias_num_buckets": 32, "position_bias_max_distance": 64}
     config, errors, groups = dataclasses.replace(live_rows.BEE, **few), {}, rings(size)
@@ -335,9 +331,7 @@ def test_ring_with_learned_scores_equals_dense(work, learned, size):
 
 
 def first_of_few(rank: int, size: int) -> dict[str, float]:
-    """The errors of a group's very first call, in which the last rank has nothing to send and
-    nothing to receive.
-    """
+    """The errors of a group's first call, in which the last rank sends and receives nothing."""
     sp, tokens = init_sequence_parallel(size), 400 * size
     visible = Mask.documents((0, tokens * (size - 1) // size, tokens))
     whole = Layout.contiguous(tokens, size)
@@ -356,9 +350,7 @@ def test_ranks_without_a_part_in_the_first_exchange_keep_nobody_waiting():
 
 
 def late_ranks(rank: int, size: int) -> None:
-    """Kernels that sleep on one rank's stream, anywhere in the ring, change no bit of several calls
-    in a row.
-    """
+    """Kernels that sleep on a rank's stream, anywhere in the ring, change no bit of later calls."""
     *shards, dout = cuda_qkv(1, 2048, 4, 4, 64, seed=rank)
     shards = [x.requires_grad_() for x in shards]
     kernel = kernels.pick("auto", *shards[:2], Spec(0.1, deterministic=True))
@@ -457,9 +449,7 @@ def test_streams(work):
 
 
 def falls_out(rank: int, folder: str, how: str) -> None:
-    """Rank 1 falls out in the middle of a backward; rank 0's host then waits for its GPU, which
-    waits for rank 1.
-    """
+    """Rank 1 falls out in a backward. Rank 0's host waits for its GPU, which waits for rank 1."""
     torch.cuda.set_device(rank % GPUS)
     dist.init_process_group(
         "nccl", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2

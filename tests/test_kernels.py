@@ -1,6 +1,4 @@
-"""Kernels against the contract: the reference against autograd, the others against the
-reference.
-"""
+"""Kernels: the reference against autograd, the others against the reference."""
 
 import importlib
 import random
@@ -374,9 +372,7 @@ def test_fa4_knows_what_each_gpu_can_do(monkeypatch, capability, head_size, dete
 
 @pytest.fixture
 def half_installed(monkeypatch, tmp_path, request):
-    """A flash_attn package that fails in the way of the test's parameter, and a CPU that counts as
-    its GPU.
-    """
+    """A flash_attn package that fails as the test's parameter says, with a CPU as its GPU."""
     for path, text in request.param.items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(text)

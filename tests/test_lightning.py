@@ -228,9 +228,7 @@ def test_a_rank_that_takes_no_state_saves_none():
 
 
 def test_only_states_travel():
-    """Contiguous: a rank sends its state to all later ranks, and its gradient to all earlier
-    ones.
-    """
+    """Contiguous: a rank sends its state to all later ranks, its gradient to all earlier ones."""
     for tokens in (64, 640):  # the length plays no part
         sent = sent_bytes(Layout.contiguous(tokens, 4))
         assert sent == [[3 * STATE], [3 * STATE], [3 * STATE], [3 * STATE]]

@@ -44,9 +44,7 @@ def random_case(segments: Segments, size: int, dtype=torch.float32, heads: int =
 
 
 def run(kernel, tensors, edges, segments, slopes=SLOPES):
-    """Return the states after segments, out, the gradients of states before segments, dq, dk and
-    dv.
-    """
+    """Return states after segments, out, the gradients of states before them, dq, dk and dv."""
     (q, k, v, dout), (initial, dfinal) = tensors, edges
     rates = find_rates(segments, tuple(slopes), None, q)
     states = kernel.forward_states(k, v, rates, segments)

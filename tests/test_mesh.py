@@ -108,9 +108,7 @@ def sequences_of_meshes(rank: int) -> list[float]:
 
 
 def sharded_training(rank: int) -> float:
-    """The error of a gradient that FSDP2 has made over all ranks, whose sequences are shared over a
-    mesh's "sp".
-    """
+    """The error of FSDP2's gradient over all ranks, which share sequences over a mesh."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))
     sp = init_sequence_parallel(mesh=mesh["sp"])
 

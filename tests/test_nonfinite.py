@@ -1,6 +1,4 @@
-"""Inputs that are not finite: NaN is where dense attention has it, whatever the blocks, and never
-hidden.
-"""
+"""Inputs that are not finite: NaN is where dense attention has it, and is never hidden."""
 
 import itertools
 

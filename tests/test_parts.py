@@ -22,9 +22,7 @@ CHOICE = InfLLMV2(8, 4, 2, 1, 16, 3, -1)
 
 
 def run_states(chunks: Chunks, scale: float = 1.0, layers: tuple[int, ...] = (0, 1)) -> None:
-    """Take a step of two lightning layers. Values are scaled in the second run, where only some
-    layers are computed.
-    """
+    """Take a step of two lightning layers. The second run has scaled values and fewer layers."""
     kind, x = Lightning((0.1, 0.2)), torch.ones(1, 10, 2, 4, dtype=torch.float64)
     for chunk in chunks.forward():
         for layer in (0, 1):

@@ -211,9 +211,7 @@ def test_fused_sums_equal_their_specification(head_size, spans, dtype):
 
 @pytest.mark.parametrize("first", [[(3, 9)], [(3, 5), (6, 10)]])
 def test_sums_go_on_where_they_are(first):
-    """What came before is the first part, and lies where the sum goes; of some tokens nothing
-    came.
-    """
+    """What came before is the first part, where the sum goes. Of some tokens nothing came."""
     torch.manual_seed(0)
     out, lse = torch.randn(2, 40, 3, 16, device=DEVICE), torch.randn(2, 3, 40, device=DEVICE)
     parts = [

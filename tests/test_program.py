@@ -43,9 +43,7 @@ def places(events):
 
 @pytest.mark.parametrize("returning", [False, True])
 def test_every_event_has_what_it_needs_before_it(returning):
-    """For all numbers of passes, rounds and stages: each stage is fetched, lands, is computed, goes
-    home, is freed.
-    """
+    """Each stage is fetched, lands, is computed, goes home and is freed, for any counts."""
     for passes, stages, _ in (shape for shape in SHAPES if shape[2] == returning):
         at = places(order_events(passes, stages, returning))
         every = [
@@ -105,9 +103,7 @@ def test_no_lane_has_more_deliveries_than_it_has_slots(returning):
 
 
 def test_what_comes_next_is_on_its_way_before_something_is_computed():
-    """Every stage but a pass's first in a round begins to come before the one before it is
-    computed.
-    """
+    """Each stage but a pass's first in a round begins to come before the last is computed."""
     for passes, stages, returning in SHAPES:
         at = places(order_events(passes, stages, returning))
         for h, n, s in at["fetch"]:

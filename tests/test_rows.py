@@ -1,6 +1,4 @@
-"""What users do with masks: rows with masks of their own, packed documents, queries that see
-nothing, windows.
-"""
+"""Masks as users have them: of rows, packed documents, blind queries and windows."""
 
 import itertools
 import random
@@ -34,9 +32,7 @@ def assert_equal(got, mask, tensors):
 
 
 def results_of_rows(masks, layouts, tensors, inner=None, kv_layouts=None, **options):
-    """out, lse, dq, dk, dv of each row; a call of all rows together with masks and layouts of their
-    own.
-    """
+    """Return out, lse, dq, dk, dv of rows of a call with their own masks and layouts."""
     size, keys = layouts[0].size, kv_layouts or layouts
 
     def work(ring):
@@ -277,9 +273,7 @@ def messages(mask, layout, inner=None, backward="kv", group_bytes=1 << 30):
 def test_of_a_window_less_than_a_window_travels_whatever_the_length(
     tokens, group_bytes, inner, there, back
 ):
-    """Contiguous chunks: each rank sends the last window - 1 of its tokens to the next one, and
-    gets gradients back.
-    """
+    """Contiguous: each rank sends its last window - 1 tokens to the next, and gets gradients."""
     window, token = 9, 2 * 8 * 4  # bytes of k and v of a token
     sent = messages(
         Mask.window(tokens, window), Layout.contiguous(tokens, 4), inner, group_bytes=group_bytes
@@ -293,9 +287,7 @@ def test_of_a_window_less_than_a_window_travels_whatever_the_length(
 @pytest.mark.parametrize("inner", [4, 2, 1])
 @pytest.mark.parametrize("backward", ["q", "kv"])
 def test_what_is_whole_on_a_rank_does_not_travel(inner, backward):
-    """Not one message where no document crosses ranks; where one does, only between the ranks that
-    share it.
-    """
+    """No message where no document crosses ranks, else only between ranks that share it."""
     documents = Mask.documents((0, 4, 16, 20, 32, 47, 48, 64))
     for layout in (Layout.contiguous(64, 4), Layout.balanced(Mask.documents(range(0, 65, 8)), 4)):
         mask = documents if layout.name == "contiguous" else Mask.documents(range(0, 65, 8))

@@ -1,6 +1,4 @@
-"""Attention with a table of biases equals dense attention with it, over any ranks; the gradient of
-the table, too.
-"""
+"""Attention with a table of biases equals dense attention, over any ranks; so do gradients."""
 
 import itertools
 import math
@@ -115,9 +113,7 @@ def test_tokens_that_nobody_sees_in_areas_of_one_row_may_hold_nan(monkeypatch):
 
 
 def test_any_scores_equal_dense(monkeypatch):
-    """In fp64, for one rank to many, in any mask, layout and strategy; with large areas of one row,
-    and without.
-    """
+    """In fp64, over any ranks, masks, layouts and strategies; with areas of one row or without."""
     for seed in range(CASES):
         chance = random.Random(seed)
         monkeypatch.setattr(areas, "_LONG", chance.choice((1, 4, 1024)))
@@ -142,9 +138,7 @@ def test_any_scores_equal_dense(monkeypatch):
 
 
 def test_positions_rise_by_one_in_tiles_that_go_by_distance(monkeypatch):
-    """Kernels count on it; other calls, as those of striped layouts, have no row. `apart` is
-    exact.
-    """
+    """Kernels count on it. Other calls, as of striped layouts, have no row. `apart` is exact."""
     monkeypatch.setattr(areas, "_LONG", 1)
     evens = set()
     sizes = Sizes(1, 2, 2, 8, torch.float32, torch.float32)
@@ -294,9 +288,7 @@ def test_buckets_of_distances():
 
 
 def two_groups(mask: Mask) -> Scores:
-    """Return scores of two groups of six tokens. In a group the distance gives the row, between
-    groups it is OTHER.
-    """
+    """Return scores of two groups of six tokens: by distance in a group, OTHER between them."""
     group, nothing = integers([0] * 6 + [1] * 6), integers([0] * 12)
     pairs, distances = integers([BY_DISTANCE]), integers([0, 1, 2])
     return Scores(mask, group, nothing, nothing, pairs, distances, OTHER)
@@ -324,9 +316,7 @@ def test_a_bias_that_is_not_finite_is_not_hidden(flash, strategy, monkeypatch):
 
 @pytest.mark.parametrize("flash", CPU_KERNELS)
 def test_rows_of_minus_infinity_count_for_nothing(flash, monkeypatch):
-    """A query that sees only such rows has no lse and no gradient, in an area and elsewhere. Its
-    out is not defined.
-    """
+    """A query that sees only such rows has no lse and no gradient. Its out is not defined."""
     monkeypatch.setattr(areas, "_LONG", 1)
     added, bias = small_scores(mask=Mask.full(6)), torch.zeros(8, 2, dtype=torch.float64)
     bias[5:8, 0] = -math.inf

@@ -130,9 +130,7 @@ def test_a_thread_that_waits_for_a_rank_leaves_the_store_to_others():
 
 
 def take_step(rings: Rings, step: str) -> str:
-    """Make a call of this kind, or one that fails before it begins, or in the middle. Return the
-    error.
-    """
+    """Make a call of this kind, or one that fails before it or in its middle. Return the error."""
 
     def kind():
         if step == "fail":

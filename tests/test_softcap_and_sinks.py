@@ -30,9 +30,7 @@ def test_sinks_of_minus_infinity_are_none():
     "options", [{"backward": "kv"}, {"backward": "q"}, {"strategy": "ulysses"}], ids=str
 )
 def test_a_sink_of_infinity_takes_all_attention(flash, options):
-    """Its head has an out and gradients of exactly 0, the other head what it has with a finite
-    sink.
-    """
+    """Its head has an out and gradients of 0, the other one those of a finite sink."""
     mask, tensors = Mask.causal(12), random_qkv(1, 12, 2, 2, 8, torch.float32)
     layout, options = Layout.zigzag(12, 2), {"mask": mask, "flash": flash, **options}
     got = ring_results(layout, tensors, SCALE, sinks=torch.tensor([math.inf, 0.5]), **options)
@@ -82,9 +80,7 @@ def test_sinks_of_any_size(size):
 )
 @pytest.mark.parametrize("strategy", ["ring", "ulysses"])
 def test_narrow_dtypes_keep_their_precision(dtype, bound, strategy):
-    """Bounds: a few units in the last place of the dtype (1e-7, 4e-3, 5e-4); sinks round out once
-    more.
-    """
+    """Bounds: a few units in the last place (1e-7, 4e-3, 5e-4). Sinks round out once more."""
     mask, sinks = Mask.causal(61), torch.randn(4)
     tensors = random_qkv(1, 61, 4, 2, 24, dtype)
     tensors[3][:, ::3] = 0.0  # there, all gradients are those of lse

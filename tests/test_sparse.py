@@ -365,9 +365,7 @@ def test_choices_are_kept_in_every_kind_of_checkpointing(options, chosen):
     ("inner", "is_reentrant"), [("keep_choices", False), ("both", False), ("both", True)]
 )
 def test_checkpoints_in_checkpoints_choose_once(inner, is_reentrant, chosen):
-    """Other calls precede and follow the inner one. A reentrant outer one keeps no choices, so only
-    these others choose again.
-    """
+    """A reentrant outer checkpoint keeps no choices, so the calls around the inner one choose."""
     layer, tensors = Residual(), random_qkv(1, 64, 4, 2, 8)
 
     def attend(q, k, v):

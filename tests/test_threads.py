@@ -1,6 +1,4 @@
-"""Threads: one at a time in a group, which others find out at once; each may have a group of its
-own.
-"""
+"""Threads: one at a time in a group, which others find out at once; or a group for each."""
 
 import contextlib
 import threading
@@ -41,9 +39,7 @@ def attend(ring, tensors, **options):
 
 
 def inside(ring, entered, left, monkeypatch):
-    """Hold this rank within what it does next: it says `entered`, and goes on once `left` is
-    set.
-    """
+    """Hold this rank within what it does next: it sets `entered`, and goes on after `left`."""
     gather = ring.messenger.gather
 
     def slow(message):
@@ -98,9 +94,7 @@ def test_a_second_thread_in_a_group_raises_at_once_and_the_first_in_the_end(
 
 
 def test_threads_may_take_turns():
-    """Also a forward in one and its backward in another, as autograd's own threads have it on
-    GPUs.
-    """
+    """Also a forward in one and its backward in another, as autograd's threads have it."""
     tensors = random_qkv(1, 12, 2, 2, 8)
 
     def work(ring):
@@ -164,9 +158,7 @@ class Silent(Messenger):
 
 
 def test_a_group_is_left_also_where_its_first_thread_fails():
-    """As where ranks differ, because other threads were first on them. Ranks that wait for the
-    second thread must raise.
-    """
+    """As where ranks differ, because other threads were first. Ranks that wait must raise."""
     ring = Mute(Silent())
     rings = Rings(ring, ALONE)
 

@@ -1,6 +1,4 @@
-"""Blocks that compute their feed-forward for a few tokens at a time, and groups of blocks that are
-computed again together.
-"""
+"""Blocks that compute their feed-forward in tiles, and groups that are computed again."""
 
 import dataclasses
 
@@ -66,9 +64,7 @@ def test_a_tiled_part_is_differentiable_once():
     [("none", None, 2), ("selective", None, 2), ("full", None, 2), ("full", 3, 3)],
 )
 def test_what_is_computed_again(checkpointing, every, forwards, monkeypatch):
-    """The backward computes each tile once more, and a group's blocks once more but for the last,
-    whose result nobody needs.
-    """
+    """Each tile is computed once more, and a group's blocks but for the last, which none needs."""
     calls = []
     gate = torch_passes.gate
     monkeypatch.setattr(torch_passes, "gate", lambda *x: calls.append(x) or gate(*x))

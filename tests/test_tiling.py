@@ -1,6 +1,4 @@
-"""Tilings by brute force: every visible pair in one tile and in one kernel call, and nothing else
-in any.
-"""
+"""Tilings by brute force: each visible pair is in one tile and one kernel call, no other is."""
 
 import itertools
 import random
@@ -48,9 +46,7 @@ def calls_of(mask, layout, rank):
 
 
 def test_few_kernel_calls():
-    """Causal zigzag: what is earlier for all queries, and what only the late half sees. Documents:
-    one.
-    """
+    """Causal zigzag: what is earlier for all queries, and what the late half sees."""
     own, others = calls_of(Mask.causal(1 << 18), Layout.zigzag(1 << 18, 8), 3)
     assert [cut.call.is_causal and cut.call.is_whole for cut in own] == [True]
     assert len(others) == 2
@@ -142,9 +138,7 @@ def test_keys_of_earlier_chunks_are_one_run_of_each_rank():
 
 
 def test_what_is_known_of_a_layout_is_shared_between_masks():
-    """Over hundreds of ranks it takes milliseconds, and masks that go with scores have tens of
-    parts.
-    """
+    """It takes milliseconds over hundreds of ranks, and masks with scores have tens of parts."""
     first = Tiling(Mask.causal(24), Layout.zigzag(24, 3))
     for other in (
         first.transposed,

@@ -42,17 +42,13 @@ BLOCK = 2 * B * K
 
 
 def runs(nbytes, share=1):
-    """Messages of a zigzag shard, whose two runs land apart, in the order of positions; or of one
-    of them.
-    """
+    """Messages of a zigzag shard, whose two runs land apart, or of one of them."""
     return [nbytes // 2] * (2 // share)
 
 
 @pytest.mark.parametrize(("tokens", "passes"), [(256, 2), (16384, 4), (32768, 7)])
 def test_a_pass_has_heads_enough_for_kernels_or_lets_a_whole_ring_come_at_once(tokens, passes):
-    """64 heads, blocks twice as large as group_bytes: two passes are needed, seven let three blocks
-    come at once.
-    """
+    """Blocks twice as large as group_bytes need two passes. Seven let three blocks come at once."""
     sizes = {"heads": 64, "kv_heads": 64, "head_size": 128, "dtype": torch.bfloat16}
     call = problem(
         Mask.full(4 * tokens),
@@ -68,9 +64,7 @@ def test_a_pass_has_heads_enough_for_kernels_or_lets_a_whole_ring_come_at_once(t
     ("group_bytes", "passes"), [(0, G), (BLOCK - 1, 2), (BLOCK, 1), (1 << 30, 1)]
 )
 def test_forward_sends_keys_and_values_to_every_rank(size, group_bytes, passes):
-    """In one pass round the ring, or with some of the heads each where a block is more than may
-    come in together.
-    """
+    """In one pass, or in passes of some heads where a block is more than may come in."""
     [forward], _ = traffic(size, size, "kv", causal=False, group_bytes=group_bytes)
     assert forward == runs(K // passes) * (2 * B * (size - 1) * passes)
 
@@ -78,9 +72,7 @@ def test_forward_sends_keys_and_values_to_every_rank(size, group_bytes, passes):
 @pytest.mark.parametrize("backward", ["q", "kv"])
 @pytest.mark.parametrize("share", [0.22, 2.5])
 def test_what_lands_together_is_bounded(backward, share):
-    """Visits by group_bytes, also for blocks that are longer; gradients by what their visits
-    were.
-    """
+    """Visits by group_bytes, also for longer blocks. Gradients by what their visits were."""
     heads, tokens, group_bytes = 12, 64, int(share * 2 * 16 * 12 * 8 * 4)  # of the kv side's block
 
     def work(ring):
@@ -203,9 +195,7 @@ def test_double_ring_crosses_hosts_once_a_round():
 
 @pytest.mark.parametrize(("rank", "there", "back"), [(0, 2, 1), (3, 1, 2)])
 def test_later_hosts_get_the_tokens_that_they_attend_to(rank, there, back):
-    """Half of the first host's tokens cross to the second, and half of their gradients back; all
-    the other way.
-    """
+    """Half of the first host's tokens cross, with half of their gradients; the other way all."""
     (_, outer), (_, outer_back) = traffic(4, 2, "kv", causal=True, rank=rank)
     assert outer == [K * B // there] * 2
     assert outer_back == [K * B // there] * 2 + [K * B // back] * 2
@@ -230,9 +220,7 @@ def test_a_send_buffer_must_stay_as_it_is():
 
 
 def test_all_ranks_connect_both_rings_once_a_plan_also_those_without_a_part(monkeypatch):
-    """NCCL waits for all ranks of a group in its first operation: those that see and send nothing
-    as well.
-    """
+    """NCCL waits for all ranks of a group in its first operation, also those without a part."""
     connected = []
     monkeypatch.setattr(
         SimulatedRing, "connect", lambda ring, device: connected.append((ring.members, ring.rank))

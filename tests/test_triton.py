@@ -183,9 +183,7 @@ def test_calls_whose_bias_goes_by_distance(kind):
 
 @pytest.mark.parametrize(("kind", "step"), [("full", 1), ("causal", 3)])
 def test_one_segment_goes_by_distance_alone(kind, step):
-    """Positions are even, so that diagonals of blocks are summed; then with two groups, then with
-    two segments.
-    """
+    """Positions are even, so that diagonals of blocks are summed; then two groups or segments."""
     call, places = CALLS[kind], torch.arange(CALLS[kind].q_tokens, dtype=torch.int32, device=DEVICE)
     same, halves = torch.zeros_like(places), (places >= len(places) * 3 // 7).int()
     bias = replace(bias_of(call, 1), q_position=places * step + 7, kv_position=places * step)
@@ -234,9 +232,7 @@ def test_the_gradient_of_a_table_does_not_hide_nan(spoilt):
 
 @pytest.mark.parametrize("entries", [None, (2,), (-1,), (2, -1)])
 def test_the_gradient_of_a_table_knows_no_queries_that_are_not_there(entries):
-    """A block's last ones are 0, and 0 times a key of -inf, of which the others see nothing, is
-    NaN.
-    """
+    """A block's last queries are 0. 0 times a key of -inf that the others do not see is NaN."""
     # of blocks of a power of two an odd number is missing: what they add does not cancel
     count = 41
     q, k, v, dout = tensors_of(KernelCall.whole(count), 1, 1, 1, 8)

@@ -581,9 +581,7 @@ def test_rows_have_documents_of_their_own(case):
 @cases(lambda case: case.has_parts)
 @pytest.mark.parametrize("ranks", RANKS)
 def test_chunks(case, ranks):
-    """Forward and backward, with documents across, at and within borders of chunks, in two rows, or
-    in one on five ranks.
-    """
+    """Forward and backward, with documents across, at and within borders of chunks."""
     kinds = RAGGED[: 1 if ranks == 5 else 2]
     masks = [documents(case, x) for x in kinds]
     tensors = make_tensors(case, case.tokens, len(kinds))
@@ -617,9 +615,7 @@ def cut(tensors: dict[str, Tensor], chunk: Any) -> dict[str, Tensor]:
     ("new", "ranks"), [*((24, ranks) for ranks in RANKS), (None, 1), (None, 3)]
 )
 def test_prompts_and_new_tokens(case, ranks, new):
-    """New tokens one at a time and several at once, after a prompt that ends within a block, or
-    after none.
-    """
+    """New tokens alone and several at once, after a prompt that ends within a block, or none."""
     mask, tensors = documents(case, "one"), make_tensors(case, case.tokens)
     prompt = case.tokens - (new or case.tokens)
 

@@ -80,9 +80,7 @@ class Subject(NamedTuple):
 
 
 def subjects() -> Iterator:
-    """Yield what can run on this machine, and a skipped entry with the reasons for each kernel that
-    cannot.
-    """
+    """Yield what can run here, and a skipped entry with the reasons for each kernel that cannot."""
     for name in kernels.names():
         reasons, able = [], 0
         for device, dtype in itertools.product(DEVICES, BOUNDS):
@@ -188,9 +186,7 @@ def test_every_head_size(subject):
 
 @each_subject
 def test_calls_leave_each_other_alone(subject):
-    """A call is run again with another batch. What it returned and what it kept for the call must
-    not mix.
-    """
+    """A call with another batch changes neither what was returned nor what is kept for the call."""
     call = CALLS["documents"]
     before = _results(subject, call, subject.tensors(call))
     kept = [x.clone() for x in before]
@@ -215,9 +211,7 @@ def test_any_strides(subject):
 
 @each_subject
 def test_a_call_may_be_a_share_of_all_keys(subject):
-    """The backward of half of the keys gets lse and out over all of them; the halves' gradients add
-    up.
-    """
+    """The backward of half of the keys gets lse and out over all. The halves' gradients add up."""
     whole = KernelCall.whole(24, causal=True)
     q, k, v, dout = subject.tensors(whole)
     exact = [x.double() for x in (q, k, v, dout)]
@@ -241,9 +235,7 @@ def test_a_call_may_be_a_share_of_all_keys(subject):
 
 @each_subject
 def test_out_matters_only_through_delta(subject):
-    """Any tensor with the same rowsum(out * dout) must do, whatever its strides: a ring sends delta
-    in place of out.
-    """
+    """Any tensor with the same rowsum(out * dout) must do, of any strides: rings send delta."""
     call = CALLS["documents"]
     q, k, v, dout = subject.tensors(call)
     out, lse = subject.kernel.forward(q, k, v, call, SPEC)
@@ -353,9 +345,7 @@ def _results(subject: Subject, call: KernelCall, tensors, spec: Spec = SPEC) -> 
 
 
 def _distance(x: Tensor, y: Tensor) -> float:
-    """Return the largest difference where y is finite, relative to y's largest entry; inf where one
-    alone is finite.
-    """
+    """Return the largest difference over y's largest entry, or inf where one alone is finite."""
     x, y = x.double(), y.double()
     if not x.isfinite().equal(y.isfinite()):
         return torch.inf

@@ -1,6 +1,4 @@
-"""The contract of `Layout`, for each registered layout, counted one by one. The suite of strategies
-attends in each of them.
-"""
+"""The contract of `Layout`, for each registered layout, counted one by one."""
 
 from __future__ import annotations
 

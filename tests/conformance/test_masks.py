@@ -1,6 +1,4 @@
-"""The contract of masks, for each registered kind: what it says of pairs, counted one by one, and
-attention with it.
-"""
+"""The contract of masks, for each registered kind: their pairs, and attention with them."""
 
 from __future__ import annotations
 

@@ -289,9 +289,7 @@ def test_partial_results_are_added_up_in_fp32(name, heads, head_size, side, monk
 
 @each_strategy
 def test_calls_of_one_group_follow_each_other(name):
-    """Plans are kept and run again; the backward of one call may come after the forward of the
-    next.
-    """
+    """Plans run again. One call's backward may come after the forward of the next."""
     layout = Layout.zigzag(18, 3)
     inputs = [random_qkv(1, 18, 2, 2, 8, seed=seed) for seed in range(3)]
 
