@@ -144,7 +144,7 @@ class Plain(Case):
     tokens: int = 90  # beyond a block of 64 new tokens, which one rank keeps
     edge: int = 9
     has_parts: bool = True
-    holds_nan: bool = False  # tests/test_nonfinite.py has its kernels
+    holds_nan: bool = False  # tests/test_equality.py has its kernels
     extension: ClassVar = None
 
     def options(self, masks, tensors):
