@@ -95,19 +95,6 @@ def test_where_one_call_gains_nothing_the_plan_is_all_gathers(mask, layout):
     assert isinstance(plans(mask, Layout.zigzag(mask.seq_len, 4))[0], OneCallPlan)
 
 
-def test_a_plan_prints_what_lands():
-    plan = plans(Mask.causal(64), Layout.zigzag(64, 2))[1]
-    assert str(plan).splitlines()[:7] == [
-        "rank 1, forward: KeysValues in 1 pass; pass, round, stage:",
-        "  pack     0 0 0",
-        "  fetch    0 0 0  16 to 1, 32 to 1, 32 to 0; 80 tokens land",
-        "  own      0 0 0  nothing",
-        "  begin    0 0 0",
-        "  land     0 0 0",
-        "  compute  0 0 0  1 kernel calls: 32 x 80 in 2 tiles",
-    ]
-
-
 def test_a_whole_result_is_not_copied(monkeypatch):
     """Neither out nor dq, which are those of the kernel's only call."""
     kernel, made = kernels.load("cpu"), []

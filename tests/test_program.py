@@ -159,15 +159,6 @@ def test_twice_as_many_documents_take_twice_the_work(tokens, inner):
     assert twice < 2.2 * once
 
 
-def test_a_plan_prints_its_program():
-    call = problem(Mask.causal(32), Layout.zigzag(32, 4), dtype=torch.bfloat16)
-    printed = str(RingPlan(call, 1))
-    assert "rank 1, forward: KeysValues in 1 pass" in printed
-    assert "rank 1, backward: " in printed
-    assert "land" in printed
-    assert "kernel calls: 8 x 8 in 1 tiles" in printed
-
-
 CALLS = named_calls(5)
 SLOW = Rates(operations=1e6, bytes=1e3, host_bytes=1e3)
 

@@ -1,4 +1,4 @@
-"""Routes: only visible tokens are sent, in few stages, to places that do not overlap.
+"""Routes: only visible tokens are sent, in few stages.
 
 tests/conformance shows that each pair is computed once, and that gradients are added where they
 belong.
@@ -9,13 +9,11 @@ import random
 from dataclasses import dataclass
 
 import pytest
-import torch
 
 from bmt_burst import Layout, Mask
 from bmt_burst.sequence.layout import LAYOUTS
 from bmt_burst.sequence.tiling import Tiling
 from bmt_burst.strategies.ring.routes import Round, Routes
-from bmt_burst.transport.packing import Packing
 from tests.cases import random_layout, random_mask
 
 GRIDS = [(2, 1), (5, 1), (8, 1), (3, 2), (2, 3), (1, 3)]
@@ -92,33 +90,3 @@ def test_stages_are_few_and_within_limits(inner, outer):
                     <= routes.landing_tokens(stage.hops)
                     <= routes.landing_tokens(range(1, inner))
                 )
-
-
-@pytest.mark.parametrize("batch", [1, 3])
-def test_packed_tensors_do_not_overlap_and_messages_are_where_the_views_are(batch):
-    packing = Packing(
-        batch, (((3, 5), torch.bfloat16), ((7,), torch.float32), ((3, 5), torch.bfloat16))
-    )
-    tokens, span = 11, (4, 9)
-    memory = torch.zeros(packing.nbytes(tokens), dtype=torch.uint8)
-    tensors = [torch.rand(batch, 8, *shape).to(dtype) for shape, dtype in packing.entries]
-    puts = packing.puts(tensors, (2, 7), 1, 4, tokens)
-    arrivals = packing.arrivals(1, span, tokens)
-    views = packing.views(memory, tokens)
-    for x, view, (shape, dtype) in zip(tensors, views, packing.entries, strict=True):
-        assert view.shape == (batch, tokens, *shape)
-        assert view.dtype == dtype
-        assert (view.data_ptr() - memory.data_ptr()) % 256 == 0
-        for row in range(batch):
-            peer, offset, nbytes = next(arrivals)
-            put = next(puts)
-            assert put[1:] == (peer, offset) == (1, offset)
-            assert put.tensor.equal(x[row, 2:7])
-            place = memory[offset:][:nbytes]
-            assert not place.any()
-            place.fill_(1)
-            part = view[row, slice(*span)]
-            assert part.view(torch.uint8).eq(1).all()
-            assert part.nbytes == nbytes
-    assert packing.token_bytes() == batch * (15 * 2 + 7 * 4 + 15 * 2)
-    assert memory.sum() == packing.token_bytes() * 5

@@ -11,7 +11,6 @@ from bmt_burst.kernels.reference import visible
 from bmt_burst.sequence.gathered_calls import kernel_calls
 from bmt_burst.sequence.layout import LAYOUTS
 from bmt_burst.sequence.span import in_turn
-from bmt_burst.sequence.tile import Tile, flipped
 from bmt_burst.sequence.tiling import Tiling
 from tests.cases import random_mask
 
@@ -59,13 +58,6 @@ def test_few_kernel_calls():
     own, others = calls_of(Mask.window(1 << 14, 256), Layout.contiguous(1 << 14, 8), 3)
     assert [cut.call.q_tokens for cut in own] == [2048]
     assert [(cut.call.q_tokens, cut.call.kv_tokens) for cut in others] == [(255, 255)]
-
-
-def test_tiles_are_flipped_and_flipped_back():
-    tile = Tile((3, 9), (4, 14), -2, 5)
-    assert flipped(tile) == Tile((4, 14), (3, 9), -4, 3)
-    assert flipped(flipped(tile)) == tile
-    assert flipped(flipped(Tile((0, 2), (0, 3), None, 1))) == Tile((0, 2), (0, 3), None, 1)
 
 
 def test_a_mask_that_hides_all_has_no_tiles():
@@ -135,15 +127,3 @@ def test_keys_of_earlier_chunks_are_one_run_of_each_rank():
         assert len(tiling.kv_layout.runs(rank)) <= 5
         assert len(keys.runs(rank)) == 128
         assert tiling.kv_layout.length(rank) == keys.length(rank)
-
-
-def test_what_is_known_of_a_layout_is_shared_between_masks():
-    """It takes milliseconds over hundreds of ranks, and masks with scores have tens of parts."""
-    first = Tiling(Mask.causal(24), Layout.zigzag(24, 3))
-    for other in (
-        first.transposed,
-        first.with_mask(Mask.full(24)),
-        first.with_mask(Mask.full(24)).transposed,
-    ):
-        assert other._owners is first._owners
-    assert first.with_mask(Mask.full(24)).mask == Mask.full(24)

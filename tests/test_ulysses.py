@@ -70,16 +70,6 @@ def test_in_inference_mode_and_after_it():
         assert relative_error(layout.unshard(outs), expected) < 1e-13
 
 
-def test_a_plan_prints_which_rank_computes_what():
-    call = problem(Mask.causal(41), Layout.zigzag(41, 4), heads=3, kv_heads=1)
-    lines = str(load("ulysses").plan(call, 1)).splitlines()
-    assert lines[0] == "rank 1 of 4: 41 tokens, 1 head rings; heads at a time: 1"
-    assert lines[1:3] == [
-        "  rank 0 computes no heads",
-        "  rank 1 computes query heads 0 to 0, kv heads 0 to 0",
-    ]
-
-
 def test_only_the_heads_of_a_rank_are_sent_to_it():
     """In fp64: 8 bytes a number. Of 3 query heads, rank 0 has none."""
     layout, tensors = Layout.zigzag(41, 4), random_qkv(2, 41, 3, 1, 8)
@@ -112,15 +102,6 @@ def test_a_striped_layout_of_many_tokens_is_refused():
     assert "got 8192 of a stacked layout" in load("usp").refuses(
         problem(Mask.causal(1 << 16), rows, 2)
     )
-
-
-def test_a_plan_of_usp_prints_what_its_rings_do():
-    printed = str(load("usp").plan(problem(Mask.causal(40), Layout.zigzag(40, 4), 2), 3))
-    assert printed.startswith(
-        "rank 3 of 4: 20 tokens, 1 head rings; heads at a time: 1\n"
-        "  rank 2 computes query heads 0 to"
-    )
-    assert "between hosts, of head ring 0:\nrank 1, forward:" in printed
 
 
 @pytest.mark.parametrize("tokens", [32, 35])
