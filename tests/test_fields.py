@@ -90,11 +90,6 @@ PUBLISHED = {
         | {"_name_or_path": "meta-llama/Llama-2-7b-hf", "max_length": 4096, "temperature": 0.9},
         6_738_415_616,
     ),
-    "Llama 3.1 8B": (
-        file_of("llama", "Llama", 128256, 4096, 14336, 32, 32, 8, 131072, rope_theta=5e5)
-        | {"rope_scaling": LLAMA3, "eos_token_id": [128001, 128008, 128009]},
-        8_030_261_248,
-    ),
     "Llama 3.2 1B": (
         file_of("llama", "Llama", 128256, 2048, 8192, 16, 32, 8, 131072, head_dim=64, **TIED)
         | {"rope_scaling": {**LLAMA3, "factor": 32.0}, "rope_theta": 5e5},
@@ -119,10 +114,6 @@ PUBLISHED = {
         | {"sliding_window": 32768, "max_window_layers": 24, "rope_theta": 1e6},
         494_032_768,
     ),
-    "Qwen2.5 7B": (
-        file_of("qwen2", "Qwen2", 152064, 3584, 18944, 28, 28, 4, 32768, rope_theta=1e6),
-        7_615_616_512,
-    ),
     "Qwen3 0.6B": (
         file_of("qwen3", "Qwen3", 151936, 1024, 3072, 28, 16, 8, 40960, rope_scaling=None, **TIED),
         596_049_920,
@@ -132,15 +123,10 @@ PUBLISHED = {
         | {"layer_types": ["full_attention"] * 36, "dtype": "bfloat16"},
         8_190_735_360,
     ),
-    "TinyLlama": (file_of("llama", "Llama", 32000, 2048, 5632, 22, 32, 4, 2048), 1_100_048_384),
     "SmolLM2 135M": (
         file_of("llama", "Llama", 49152, 576, 1536, 30, 9, 3, 8192, is_llama_config=True, **TIED)
         | {"rope_interleaved": False, "transformers.js_config": {"dtype": "q4"}},
         134_515_008,
-    ),
-    "Yi 6B": (
-        file_of("llama", "Llama", 64000, 4096, 11008, 32, 32, 4, 4096, rope_theta=5e6),
-        6_061_035_520,
     ),
     "DeepSeek Coder 1.3B": (
         file_of("llama", "Llama", 32256, 2048, 5504, 24, 16, 16, 16384, rope_theta=1e5)
