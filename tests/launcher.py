@@ -105,23 +105,12 @@ def torchrun(size: int, *command, python: Sequence[str] = (), timeout: float = 6
 
     `python` are flags of the interpreter.
     """
-    launcher = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(size),
-        "--no-python",
-    ]
+    launcher = f"-m torch.distributed.run --standalone --nproc-per-node {size} --no-python".split()
     place = []
     # a rank is to find as many ranks on its host as there are GPUs, and take one that is there
     if 0 < GPUS < size:
-        place = [
-            "bash",
-            "-c",
-            f'LOCAL_RANK=$((LOCAL_RANK % {GPUS})) LOCAL_WORLD_SIZE={GPUS} exec "$@"',
-            "rank",
-        ]
+        here = f"LOCAL_RANK=$((LOCAL_RANK % {GPUS})) LOCAL_WORLD_SIZE={GPUS}"
+        place = ["bash", "-c", f'{here} exec "$@"', "rank"]
     line = [sys.executable, *launcher, *place, sys.executable, *python, *map(str, command)]
     return subprocess.run(
         line, cwd=ROOT, capture_output=True, text=True, timeout=timeout, **options

@@ -24,7 +24,7 @@ from bmt_burst.adapters.transformers.documents import find_masks
 from bmt_burst.adapters.transformers.folded import FoldedRows
 from bmt_burst.errors import RanksDisagree
 from bmt_burst.sequence.layout import IGNORE_INDEX
-from tests.launcher import run_ranks
+from tests.launcher import run_in_turn, run_ranks
 from tests.test_trainers import CASES, compare
 from tests.trainers import (
     Change,
@@ -287,10 +287,5 @@ def refuse_on(rank: int) -> None:
         setattr(trainer, name, before)
 
 
-def reward_and_refuse(rank: int) -> None:
-    reward_on(rank)
-    refuse_on(rank)
-
-
 def test_rewards_run_once_and_what_does_not_work_is_refused():
-    run_ranks(2, reward_and_refuse)
+    run_in_turn(2, reward_on, refuse_on)

@@ -1,6 +1,7 @@
 """Whole sequences as handles: `SequenceParallel.sequence`, and layers and calls that take one."""
 
 import gc
+import itertools
 import random
 import weakref
 
@@ -170,33 +171,27 @@ def test_a_call_with_it_takes_its_own_group_only():
     assert on_ranks(2, work) == [(1, 12, 2, 8)] * 2
 
 
-WRONG = [{"backward": "fast"}, {"layout": "striped"}, {"flash": 3}, {"dropout_p": 0.1}]
+CALLS = {
+    "separate": (burst_attn_func, lambda x: [x, x, x]),
+    "packed": (burst_attn_qkvpacked_func, lambda x: [torch.stack([x, x, x], 2)]),
+    "lightning": (lightning_attn_func, lambda x: [x, x, x, alibi_slopes(2)]),
+}
+SOFTMAX = {"backward": "fast"}, {"layout": "striped"}, {"flash": 3}, {"dropout_p": 0.1}
+WRONG = [*itertools.product(("separate", "packed"), SOFTMAX)]
+WRONG += [("lightning", wrong) for wrong in ({"layout": "contiguous"}, {"softcap": 3.0})]
 
 
-@pytest.mark.parametrize("wrong", WRONG, ids=str)
-@pytest.mark.parametrize("function", [burst_attn_func, burst_attn_qkvpacked_func])
-def test_its_ranks_are_told_of_a_wrong_argument(wrong, function):
+@pytest.mark.parametrize(("kind", "wrong"), WRONG, ids=str)
+def test_its_ranks_are_told_of_a_wrong_argument(kind, wrong):
     """A call names no group, and the default one may have other ranks."""
+    function, arguments = CALLS[kind]
 
     def work(sp):
-        batch, x = sp.sequence(MASK), torch.zeros(1, 12, 2, 8)
-        tensors = [x, x, x] if function is burst_attn_func else [torch.stack([x, x, x], 2)]
+        batch, tensors = sp.sequence(MASK), arguments(torch.zeros(1, 12, 2, 8))
         expected = (TypeError, ValueError) if sp.rank else RanksDisagree
         with pytest.raises(expected, match=next(iter(wrong)) if sp.rank else "rank 1"):
             function(*tensors, mask=batch, **wrong if sp.rank else {})
         return function(*tensors, mask=batch).shape  # the group is usable
-
-    assert on_ranks(2, work) == [(1, 12, 2, 8)] * 2
-
-
-@pytest.mark.parametrize("wrong", [{"layout": "contiguous"}, {"softcap": 3.0}], ids=str)
-def test_its_ranks_are_told_of_a_wrong_argument_of_lightning_attention(wrong):
-    def work(sp):
-        batch, x, slopes = sp.sequence(MASK), torch.zeros(1, 12, 2, 8), alibi_slopes(2)
-        expected = (TypeError, ValueError) if sp.rank else RanksDisagree
-        with pytest.raises(expected, match=next(iter(wrong)) if sp.rank else "rank 1"):
-            lightning_attn_func(x, x, x, slopes, mask=batch, **wrong if sp.rank else {})
-        return lightning_attn_func(x, x, x, slopes, mask=batch).shape
 
     assert on_ranks(2, work) == [(1, 12, 2, 8)] * 2
 
