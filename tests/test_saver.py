@@ -13,7 +13,7 @@ import torch
 
 from tests.launcher import run_ranks
 from tests.runs import records, train
-from tests.test_checkpoint import shards_of
+from tests.test_checkpoint import full_disk, shards_of
 from train.base import ranks
 from train.checkpoints import checkpoint, rank_file, saver
 from train.checkpoints.checkpoint import Checkpoint, CheckpointError
@@ -188,11 +188,8 @@ def test_a_run_ends_at_the_step_after_a_save_that_failed(settings, tmp_path, mon
             time.sleep(0.01)
         return plain(mine)
 
-    def full(copy, file):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))
-
     monkeypatch.setattr(Saver, "failed", property(known))
-    monkeypatch.setattr(HostCopy, "write", full)
+    monkeypatch.setattr(HostCopy, "write", full_disk)
     with pytest.raises(CheckpointError, match=r"could not save .*_00000002: \[Errno 28\] No sp"):
         train(settings)
     assert list(records(tmp_path / "run")) == [1, 2]

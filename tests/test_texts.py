@@ -106,15 +106,13 @@ def test_without_a_post_processor_add_bos_token_decides_or_the_class(
     assert begin(folder_of(tmp_path, None, config, model)) == expected
 
 
-def test_several_tokens_in_front_of_a_text_are_refused(tmp_path):
-    folder = folder_of(tmp_path, template("<bos>", "<s>", "$A"), {})
-    with pytest.raises(ValueError, match=r"json puts '<bos>', '<s>' .* give --bos TOKEN or none"):
-        begin(folder)
-
-
-def test_a_post_processor_that_drops_the_text_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"json: expected a post_processor that keeps the text"):
-        begin(folder_of(tmp_path, template("<bos>"), {}))
+def test_several_tokens_in_front_of_a_text_and_no_text_are_refused(tmp_path):
+    for parts, message in (
+        (("<bos>", "<s>", "$A"), "json puts '<bos>', '<s>' .* give --bos TOKEN or none"),
+        (("<bos>",), "json: expected a post_processor that keeps the text"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            begin(folder_of(tmp_path, template(*parts), {}))
 
 
 def test_a_tokenizer_without_a_file_or_a_class_keeps_its_begin_token(sentencepiece, tmp_path):  # noqa: F811

@@ -459,35 +459,6 @@ def test_the_model_of_an_exported_file_is_named(tmp_path, weights):
         load_weights(str(file), Shards(CPM(SMALL)), config.expected_weights())
 
 
-FOREIGN = [
-    ("base_model.model.layers.0.q_proj.lora_A.weight", "looks like an adapter (LoRA) (bas"),
-    ("model.layers.0.mlp.up_proj.qweight", "looks like quantized weights"),
-    ("model.layers.0.mlp.experts.0.up_proj.weight", "looks like a mixture of experts"),
-    ("layers.0.attention.wq.weight", "looks like Meta's files of a Llama"),
-    ("transformer.h.0.attn.c_attn.weight", "looks like a GPT-2"),
-    ("position_bias_enc.relative_attention_bias", "looks like ModelCenter's CPM2 or T5"),
-    ("a.weight", "has unknown names, ['a.weight'], expected Hugging"),
-]
-
-
-def test_files_of_others_are_named_after_their_writers(tmp_path, weights):
-    bee = ["input_embedding.weight", "position_bias.relative_attention_bias"]
-    looks_like_bee = "looks like CPM-Live's CPM-Bee (or ModelCenter's tied CPM1), a cpm-bee, "
-    cases = [([name], message) for name, message in FOREIGN]
-    cases += [([], "has no weights"), (bee, f"{looks_like_bee}expected the weights of --model sma")]
-    cases += [([*bee, "output_projection.weight"], "CPM1, expected Hugging Face's names")]
-    cases += [([*bee, "prompt_embedding.weight"], "CPM3, expected Hugging Face's names")]
-    contents = [({name: torch.ones(2, 2) for name in x}, message) for x, message in cases]
-    for key in ("model", "module", "state_dict"):
-        written = {key: weights, "optimizer": {"state": {}}}
-        contents.append((written, f"FILE)['{key}']"))
-    for content, message in contents:
-        torch.save(content, tmp_path / "w.pt")
-        with pytest.raises(ValueError) as refused:
-            loaded_by(tmp_path / "w.pt", SMALL)
-        assert message in str(refused.value)
-
-
 # A larger vocabulary.
 
 
@@ -594,6 +565,15 @@ class Code:
         return print, ("this ran",)
 
 
+FOREIGN = [
+    ("base_model.model.layers.0.q_proj.lora_A.weight", "looks like an adapter (LoRA) (bas"),
+    ("model.layers.0.mlp.up_proj.qweight", "looks like quantized weights"),
+    ("model.layers.0.mlp.experts.0.up_proj.weight", "looks like a mixture of experts"),
+    ("layers.0.attention.wq.weight", "looks like Meta's files of a Llama"),
+    ("transformer.h.0.attn.c_attn.weight", "looks like a GPT-2"),
+    ("position_bias_enc.relative_attention_bias", "looks like ModelCenter's CPM2 or T5"),
+    ("a.weight", "has unknown names, ['a.weight'], expected Hugging"),
+]
 NO_CODE, NO_TENSORS = "only names and tensors are unpickled", "does not hold names and tensors"
 UNREADABLE = [
     (Code(), NO_CODE),
@@ -607,14 +587,22 @@ UNREADABLE = [
 
 
 def test_files_that_hold_other_than_the_models_weights_are_refused(tmp_path, weights, capsys):
-    """Code in them does not run."""
+    """They are named after their writers. Code in them does not run."""
+    bee = ["input_embedding.weight", "position_bias.relative_attention_bias"]
+    looks_like_bee = "looks like CPM-Live's CPM-Bee (or ModelCenter's tied CPM1), a cpm-bee, "
+    foreign = [([name], message) for name, message in FOREIGN]
+    foreign += [([], "has no weights"), (bee, f"{looks_like_bee}expected the weights of --model s")]
+    foreign += [([*bee, "output_projection.weight"], "CPM1, expected Hugging Face's names")]
+    foreign += [([*bee, "prompt_embedding.weight"], "CPM3, expected Hugging Face's names")]
+    cases = [({name: torch.ones(2, 2) for name in x}, message) for x, message in foreign]
+    for key in ("model", "module", "state_dict"):
+        cases.append(({key: weights, "optimizer": {"state": {}}}, f"FILE)['{key}']"))
     spoiled = {**weights, "norm.weight": torch.full((32,), torch.nan)}
-    for content, message in (*UNREADABLE, (spoiled, "norm.weight is not finite")):
+    for content, message in (*cases, *UNREADABLE, (spoiled, "norm.weight is not finite")):
         torch.save(content, tmp_path / "w.pt")
         with pytest.raises(ValueError) as refused:
             loaded_by(tmp_path / "w.pt", SMALL)
-        assert message in str(refused.value)
-        assert "\n" not in str(refused.value)
+        assert message in str(refused.value) and "\n" not in str(refused.value)
     assert "this ran" not in capsys.readouterr().out
     torch.save(weights, tmp_path / "w.pt")
     cut = (tmp_path / "w.pt").read_bytes()[:5000]  # as of a download that ended early
