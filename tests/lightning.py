@@ -90,9 +90,7 @@ def shard_results(tensors, rates, **options) -> list[Tensor]:
 
 
 def over_ranks(layouts: Sequence[Layout], tensors, rates, inner=None, **options):
-    """Return the whole results of simulated ranks, and what each rank sent: (peer, bytes) by ring.
-    `layouts` has one layout for each row.
-    """
+    """Return whole results of simulated ranks and (peer, bytes) sent by ring. Rows have layouts."""
     size = layouts[0].size
 
     def work(ring):

@@ -1,6 +1,4 @@
-"""AdamW over shards against torch's in fp64: on CPUs, and its kernel for GPUs, which runs in
-Triton's interpreter if there is no GPU.
-"""
+"""AdamW over shards against torch's in fp64: on CPUs, and its Triton kernel for GPUs."""
 
 import math
 

@@ -561,9 +561,7 @@ IN_THE_MIDDLE = [
 
 @torch.no_grad()
 def fail_in_the_middle(rank: int) -> list[tuple[str, float]]:
-    """Return this rank's errors, and the seconds until they were raised. Rank 1 passes what is
-    wrong in the last layer of a second token.
-    """
+    """Return errors and their seconds. Rank 1 is wrong in a second token's last layer."""
     sockets._FAILING, found = 1.5, []  # seconds to wait for the other rank to fail, too
     for make, wrong, _ in IN_THE_MIDDLE:
         attend = make(SequenceParallel(rank, 2, process_group=dist.new_group([0, 1])))

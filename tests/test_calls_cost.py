@@ -1,6 +1,4 @@
-"""The cost of a call that repeats another one, on the host: files and functions of the library that
-it enters, and lines that it runs.
-"""
+"""The cost of a repeated call on the host: files and functions that it enters, and its lines."""
 
 from __future__ import annotations
 
@@ -18,9 +16,7 @@ FOLDER = str(Path(bmt_burst.__file__).parent)
 
 
 def count(call: Callable[[], object]) -> tuple[int, int, int]:
-    """Return the files and named functions of the library that a call enters on this thread, and
-    the lines that it runs there.
-    """
+    """Return the files, named functions and lines of the library that a call runs here."""
     files, functions, lines = set(), set(), [0]
 
     def trace(frame, event, _):

@@ -1,6 +1,4 @@
-"""Flags and copies of CUDA streams: the driver gets its operations as its documentation says. A
-driver of CPU memory stands for CUDA's.
-"""
+"""Flags and copies of CUDA streams, by a driver of CPU memory that does as CUDA's says."""
 
 import ctypes
 from types import SimpleNamespace

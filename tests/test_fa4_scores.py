@@ -70,9 +70,7 @@ def score_functions(monkeypatch) -> ModuleType:
 
 
 def check(functions: ModuleType, bias: CallBias, call: KernelCall, name: str) -> None:
-    """Compare every pair of every tile, for each row of a batch. Calls have some keys of a query at
-    once, also beyond the last key.
-    """
+    """Compare each pair of each tile. Calls have some keys of a query, also beyond the last one."""
     batch, heads = 2, bias.table.shape[1]
     options = fa4._bias_options(bias, call, batch)
     add, numbers = options["score_mod"], [x.value for x in options["aux_scalars"]]

@@ -59,9 +59,7 @@ MODULES = {package: modules(package) for package in ("bmt_burst", "train")}
 
 @functools.cache
 def imported(name: str) -> list[tuple[str, bool]]:
-    """Return what a module imports of its package, and whether it does when it is imported
-    itself.
-    """
+    """Return what a module imports of its package, and whether it does when imported itself."""
     known = MODULES[name.split(".")[0]]
     package = name if known[name].name == "__init__.py" else name.rpartition(".")[0]
     tree = ast.parse(known[name].read_text())

@@ -133,9 +133,7 @@ def decode(rank: int, size: int) -> list[float]:
 
 @torch.inference_mode()
 def decode_prompts(config: CPMConfig, size: int) -> list[float]:
-    """Decode two prompts with a graph and without, the second one with a longer limit. Return the
-    differences of the logits.
-    """
+    """Return differences of logits with and without a graph, of two prompts and limits."""
     sp = init_sequence_parallel(size) if size > 1 else SequenceParallel()
     with torch.device("cuda"):
         torch.manual_seed(0)

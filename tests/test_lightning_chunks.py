@@ -82,9 +82,7 @@ def cut(*borders: int) -> Mask:
 
 
 def test_what_is_kept_and_sent():
-    """A state for each border within a document: a row that ends there keeps 0. No state is sent
-    where documents end at the borders of runs.
-    """
+    """A border in a document keeps a state, else 0. None is sent where documents end at borders."""
     tensors, _ = random_tensors(2, 48)
     _, states, _ = in_chunks(2, [cut(0, 16, 48), cut(0, 32, 48)], 16, tensors)
     assert states[0] is None and [x.shape for x in states[1:]] == [(2, 4, 4, 4)] * 2

@@ -1,6 +1,4 @@
-"""The Triton kernel of lightning attention against the reference: on GPUs where there are some,
-else in Triton's interpreter.
-"""
+"""The Triton kernel of lightning attention against the reference, on GPUs or interpreted."""
 
 from __future__ import annotations
 

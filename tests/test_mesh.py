@@ -69,9 +69,7 @@ def pairs_of_groups(rank: int, mesh: DeviceMesh) -> dict:
 
 
 def sequences_of_meshes(rank: int) -> list[float]:
-    """Of calls on ranks that share a sequence by a mesh; in which place, and that they are found
-    again.
-    """
+    """Calls on ranks that share a sequence by a mesh: their places; they are found again."""
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))
     strided = init_device_mesh("cpu", (2, 2), mesh_dim_names=("sp", "dp"))
     flat = init_device_mesh("cpu", (4,))

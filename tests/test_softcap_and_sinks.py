@@ -47,9 +47,7 @@ def test_a_sink_of_infinity_takes_all_attention(flash, options):
 @pytest.mark.parametrize("flash", ["cpu", "reference"])
 @pytest.mark.parametrize("largest", [1e2, 1e4, 1e6])
 def test_rounding_grows_with_the_largest_score(flash, largest):
-    """By the score's own rounding, as in torch's kernel. Keys are nearly equal: probabilities then
-    are the most sensitive to it.
-    """
+    """By the score's own rounding, as in torch's kernel. Nearly equal keys are sensitive to it."""
     base, steps = torch.randn(1, 1, 2, 64), torch.randn(1, 128, 2, 64)
     q, k = base.expand(1, 128, 2, 64), base + steps / largest
     q, k = (x * (largest / 64) ** 0.5 for x in (q, k))

@@ -124,9 +124,7 @@ def test_calls_of_short_documents_are_dense(seed):
 
 
 def choose_on_a_rank(ring, layout, q, k, mask):
-    """Return the blocks that a call keeps, after all keys were gathered in spans of any size, and
-    the positions of their queries.
-    """
+    """Return the blocks that a call keeps, from keys in any spans, and queries' positions."""
     problem = strategies.Problem(
         mask=mask,
         layout=layout,
@@ -153,9 +151,7 @@ DTYPES = [torch.bfloat16, torch.float64]
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_choice_is_the_same_on_any_ranks_bit_for_bit(dtype):
-    """With ties: keys repeat, and a kernel overlaps two blocks. Each number of ranks meets each
-    layout in one of the dtypes.
-    """
+    """With ties: keys repeat, and a kernel overlaps two blocks. A dtype has half of the layouts."""
     q, k = (x.to(dtype) for x in random_qkv(1, 123, 8, 2, 24)[:2])
     k[:, 32:64] = k[:, :32]
     mask = Mask.documents((0, 20, 123))

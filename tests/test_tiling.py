@@ -81,9 +81,7 @@ def count_pairs(calls, queries, keys, shape):
 
 
 def test_layouts_of_other_steps():
-    """A band is a staircase then. Rectangles of one size are one call, so calls of striped queries
-    grow with the logarithm of their number.
-    """
+    """A band is a staircase. Calls of striped queries grow with the logarithm of their number."""
     names = [*LAYOUTS, "two steps"]
     for name, kv_name, seed in itertools.product(names, names, range(6)):
         chance = random.Random(seed)

@@ -112,9 +112,7 @@ def test_causal_zigzag_sends_only_visible_tokens(rank, there, back):
 
 
 def messages_of_a_chunk(size, inner, keys, **options):
-    """Return the bytes of each message of rank 0, by ring, in the forward of S queries a rank that
-    see all keys, `keys` of a rank.
-    """
+    """Return the bytes of rank 0's messages, by ring. S queries of a rank see all keys."""
     chunk, kv_layout = Layout.zigzag(S * size, size), Layout.zigzag(keys * size, size)
     call = KernelCall.whole(chunk.seq_len, kv_layout.seq_len)
     tensors = call_tensors(call, B, H, G, D, dtype=torch.float32)

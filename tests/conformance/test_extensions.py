@@ -471,9 +471,7 @@ def differentiate(
 def expected_of(
     case: Case, *kinds: str, sinks: bool = True, names: Sequence[str] = ("out", "lse")
 ) -> dict[str, Tensor]:
-    """Return the results and gradients of rows of documents, from the definition. `names` are those
-    of the results that have a gradient.
-    """
+    """Return results and gradients of rows from the definition, of `names` with a gradient."""
     masks, each = [documents(case, kind) for kind in kinds], []
     tensors = make_tensors(case, masks[0].seq_len, len(kinds), sinks)
     for row, mask in enumerate(masks):
