@@ -212,12 +212,12 @@ def test_overlaps_are_found_whenever_there_are_some():
             spans = [tuple(sorted(chance.sample(range(10), 2))) for _ in range(2)]
             low, high = (chance.choice((None, chance.randint(-9, 9))) for _ in range(2))
             slices.append(Slice(*spans, low, high))
-        most = sum(Mask(9, (s,)).dense().int() for s in slices).max()
-        if most > 1:
+        seen = sum(Mask(9, (s,)).dense().int() for s in slices)
+        if seen.max() > 1:
             with pytest.raises(ValueError, match="slices overlap"):
                 Mask(9, tuple(slices))
         else:
-            assert Mask(9, tuple(slices)).area == sum(s.area for s in slices)
+            assert Mask(9, tuple(slices)).area == seen.sum()
 
 
 @pytest.mark.parametrize(
