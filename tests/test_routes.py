@@ -1,4 +1,4 @@
-"""Routes: only visible tokens are sent, in few stages.
+"""Routes: only visible tokens are sent, in few stages, to places that GPUs' kernels may take.
 
 tests/conformance shows that each pair is computed once, and that gradients are added where they
 belong.
@@ -9,11 +9,13 @@ import random
 from dataclasses import dataclass
 
 import pytest
+import torch
 
 from bmt_burst import Layout, Mask
 from bmt_burst.sequence.layout import LAYOUTS
 from bmt_burst.sequence.tiling import Tiling
 from bmt_burst.strategies.ring.routes import Round, Routes
+from bmt_burst.transport.packing import Packing
 from tests.cases import random_layout, random_mask
 
 GRIDS = [(2, 1), (5, 1), (8, 1), (3, 2), (2, 3), (1, 3)]
@@ -90,3 +92,11 @@ def test_stages_are_few_and_within_limits(inner, outer):
                     <= routes.landing_tokens(stage.hops)
                     <= routes.landing_tokens(range(1, inner))
                 )
+
+
+def test_packed_tensors_start_at_multiples_of_256_bytes():
+    """CPUs compute with tensors that start anywhere."""
+    packing = Packing(3, (((3, 5), torch.bfloat16), ((7,), torch.float32), ((), torch.float16)))
+    memory = torch.zeros(packing.nbytes(11), dtype=torch.uint8)
+    starts = [x.data_ptr() - memory.data_ptr() for x in packing.views(memory, 11)]
+    assert starts == [0, 1024, 2048]
