@@ -620,6 +620,9 @@ def test_a_resumed_run_does_not_overwrite_newer_checkpoints(settings, tmp_path, 
     assert [path.name for path in checkpoint.listed(run)] == ["step_00000004", "step_00000002"]
     train(settings, resume="auto", steps=3)
     assert "there is nothing to do: step 4 of 3 is done" in capsys.readouterr().out
+    newest.write_text(newest.read_text().replace("10000.0", "90000.0"))
+    with pytest.raises(ranks.RankError, match="step_00000002 holds another model: --rope-theta"):
+        train(settings, resume="auto", model=None)
 
 
 def test_wrong_runs_are_refused(settings, tmp_path):

@@ -60,6 +60,8 @@ def begin(config: TrainConfig, inputs: Inputs, engine: Engine, path: Path | None
 def _load(config: TrainConfig, inputs: Inputs, engine: Engine, path: Path) -> Start:
     """Load a checkpoint, also its loss scale, its random numbers, and its place in the data."""
     saved, new_stage = checkpoint.Checkpoint(path), resume.begins_stage(config)
+    # `open_inputs` read the newest state, which may be of a damaged checkpoint
+    resume.check_model(path, saved.state, inputs.model, new_stage)
     resume.check_data(saved, inputs.training.identity, new_stage, inputs.tokenizer)
     check_folder(inputs.training.folder, path / checkpoint.TOKENIZER, path)
     so_far = {} if new_stage else saved.state
