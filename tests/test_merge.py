@@ -37,6 +37,7 @@ def test_where_nothing_but_minus_infinity_was_seen_nan_remains_until_something_i
     assert math.isnan(out)
     assert lse == -math.inf
     assert merged([(math.nan, -math.inf), (1.25, 0.5)][::order]) == (1.25, 0.5)
+    assert all(map(math.isnan, merged([(1.25, 0.5), (1.25, math.nan)][::order])))
 
 
 def test_sums_without_parts_are_0_before_and_after_a_fold():
