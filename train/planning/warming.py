@@ -74,7 +74,9 @@ class Rehearsal:
         """Return the arguments of `take_steps`: strategies, some ranks, and what they send."""
         strategies = [self.attention["strategy"]]
         if strategies == ["auto"]:
-            strategies = ["ring", "one-call"][: 1 + (1 < self.size == self.inner)]
+            # of documents, one-call needs no other kernels than the ring
+            is_other = 1 < self.size == self.inner and not self.documents
+            strategies = ["ring", "one-call"][: 1 + is_other]
         runs = [replace(self, attention=self.attention | {"strategy": x}) for x in strategies]
         # a run with more chunks may send the other side
         both = self.size > 1 < self.chunks and self.model.infllm is None
@@ -93,26 +95,21 @@ class Rehearsal:
         return found if self.documents else found[:1]
 
 
-@dataclass
-class _Examples:
-    """Rows of data with the `ends` of documents, as Batches read them."""
+class _Examples(list[list[int]]):
+    """The ends of documents of sequences, which Batches reads as rows of data."""
 
-    documents: bool
-    ends: list[list[int]]
-
-    def __len__(self) -> int:
-        return len(self.ends)
+    documents = True
 
     def read(self, index: int | None) -> Row:
-        zeros = torch.zeros(self.ends[0][-1], dtype=torch.int64)
-        return Row(zeros, zeros, tuple(self.ends[index or 0]))
+        zeros = torch.zeros(self[0][-1], dtype=torch.int64)
+        return Row(zeros, zeros, tuple(self[index or 0]))
 
 
 def take_steps(run: Rehearsal, rank: int, side: str | None) -> None:
     """Take steps of all kinds, as this rank of a sequence."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    data = _Examples(run.documents, run.examples())
-    tokens = data.ends[0][-1]
+    data = _Examples(run.examples())
+    data.documents, tokens = run.documents, data[0][-1]
     sp = ahead.imagine_ranks(rank, run.size, run.inner, side)
     if run.layout != "auto":
         sp = sp.with_layout(run.layout)
