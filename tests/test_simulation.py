@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bmt_burst import burst_attn_func, shard, simulate, unshard
 from bmt_burst.errors import RankFailed
+from bmt_burst.strategies.ring import execution
 from bmt_burst.transport import Put
 from tests.cases import random_qkv
 from tests.reference import relative_error
@@ -128,6 +129,23 @@ def test_a_rank_that_fails_in_its_backward_ends_the_others(kind):
         out.sum().backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="failed earlier: run simulate again"):
         out.sum().backward()
+
+
+def test_an_error_after_a_message_came_is_raised(monkeypatch):
+    """The ring waits for its messages once more. That is not what is told."""
+
+    def fail(self, event):
+        added = add_returned(self, event)
+        if self.program.rank == 1:
+            raise ZeroDivisionError
+        return added
+
+    add_returned = execution.Execution._add_returned
+    monkeypatch.setattr(execution.Execution, "_add_returned", fail)
+    tensors, dout = inputs()
+    out = unshard(simulate(2, lambda ring: attention(ring, *tensors, backward="kv")))
+    with pytest.raises(ZeroDivisionError):
+        torch.autograd.grad(out, tensors, dout)
 
 
 def test_reentrant_checkpointing_is_refused_by_name():

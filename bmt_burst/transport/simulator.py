@@ -85,7 +85,8 @@ class _Ticket(Ticket):
     recvs: list[tuple[Tensor, int, Callable[[], Tensor]]]
 
     def wait(self) -> None:
-        for tensor, peer, take in self.recvs:
+        recvs, self.recvs = self.recvs, []  # after an error the caller waits again
+        for tensor, peer, take in recvs:
             message = take()
             sent, wanted = (f"{tuple(x.shape)} {x.dtype}" for x in (message, tensor))
             assert sent == wanted, (
@@ -112,7 +113,8 @@ class _GuardedDelivery(Delivery):
 
     def wait(self) -> None:
         self.plain.wait()
-        for arrival, take in self.places:
+        places, self.places = self.places, []
+        for arrival, take in places:
             place = take()
             assert place == arrival[1:], f"expected {arrival}, got a put at {place}"
 
