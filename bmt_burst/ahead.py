@@ -38,7 +38,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .kernels import fa4, installed
+from .kernels import fa2, fa4, installed, torch_ops
 from .merging.merge import empty_lse
 from .merging.parts import lies_in
 from .ranks.rings import Rings
@@ -59,6 +59,7 @@ KERNELS = (  # the modules of all Triton kernels of a step without biases
     "bmt_burst.kernels.triton_few_queries",
 )
 _PACKAGES = "torch", "triton", "flash-attn-4", "nvidia-cutlass-dsl"
+_PLAIN_KERNELS = torch_ops.AtenKernel, torch_ops.CudnnKernel, torch_ops.CpuKernel
 _POLL_SECONDS = 0.05
 _MOST_PROCESSES, _GIB_OF_PROCESS = 16, 1.5  # of a GPU's memory that is free
 _TOKENS, _MOST_TOKENS = 1 << 12, 1 << 15  # of a rank of an example, and with long windows
@@ -284,8 +285,8 @@ def _note(steps: Callable[..., None], arguments: Sequence[Any], tokens: int) -> 
 
 @contextlib.contextmanager
 def note_kernels(tokens: int) -> Iterator[dict[Hashable, Job]]:
-    """Launch no kernels of this package inside. Yield a dict that gets a function for each, which
-    compiles it. `tokens` are the most tokens of a sequence of the run.
+    """Launch no kernels of attention, nor others of this package, inside. Yield a dict that gets a
+    function for each that can be compiled. `tokens` are the most tokens of a sequence of the run.
     """
     from triton import knobs
 
@@ -304,20 +305,31 @@ def note_kernels(tokens: int) -> Iterator[dict[Hashable, Job]]:
         facts = way, q.shape, k.shape, q.dtype, q.device.type, *of_call
         found.setdefault(key, functools.partial(_call, *facts))
 
+    def skip_forward(_: Any, q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        return torch.empty_like(q, memory_format=torch.contiguous_format), empty_lse(q)
+
+    def skip_backward(_: Any, dout: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+        like = functools.partial(torch.empty_like, memory_format=torch.contiguous_format)
+        return tuple(map(like, inputs[:3]))
+
     def forward(kernel, q, k, v, call, spec):
         note_call(kernel, "forward", q, k, call, spec)
-        return torch.empty_like(q, memory_format=torch.contiguous_format), empty_lse(q)
+        return skip_forward(kernel, q)
 
     def backward(kernel, dout, q, k, v, out, lse, delta, call, spec):
         note_call(kernel, "backward" if delta is None else "by delta", q, k, call, spec)
-        like = functools.partial(torch.empty_like, memory_format=torch.contiguous_format)
-        return tuple(map(like, (q, k, v)))
+        return skip_backward(kernel, dout, q, k, v)
 
     sum_gradients, merge_outputs = _in_all_ways(fused.sum_gradients, fused.merge_outputs)
     replaced: tuple[tuple[Any, str, Any], ...] = (
         (knobs.runtime, "jit_cache_hook", note),
         (fa4.Fa4Kernel, "forward", forward),
         (fa4.Fa4Kernel, "backward", backward),
+        # nothing of others is kept on disk, and cuDNN takes long for each new length of a document
+        (fa2.Fa2Kernel, "forward", skip_forward),
+        (fa2.Fa2Kernel, "backward", skip_backward),
+        *((x, "block_forward", skip_forward) for x in _PLAIN_KERNELS),
+        *((x, "block_backward", skip_backward) for x in _PLAIN_KERNELS),
         (fused, "sum_gradients", sum_gradients),
         (fused, "merge_outputs", merge_outputs),
         (triton_choice, "take_largest", _of_all(triton_choice.take_largest, tokens)),

@@ -14,6 +14,7 @@ from bmt_burst import InfLLMV2, SequenceParallel, ahead
 from bmt_burst.blocks import far
 from bmt_burst.calls import softmax
 from bmt_burst.kernels.fa4 import Fa4Kernel
+from bmt_burst.kernels.torch_ops import CpuKernel
 from bmt_burst.sparse import torch_choice
 from models.config import PRESETS, CPMConfig
 from tests.launcher import ROOT
@@ -112,6 +113,17 @@ def test_each_variant_is_compiled_by_such_a_call(monkeypatch):
     for job in jobs.values():
         job()
     assert computed == jobs.keys()
+
+
+def test_kernels_of_which_nothing_is_kept_compute_nothing(monkeypatch):
+    """cuDNN would prepare each length of a document, which takes longer than the first step."""
+
+    def compute(*_):
+        raise AssertionError("a kernel was launched")
+
+    for name in ("block_forward", "block_backward"):
+        monkeypatch.setattr(CpuKernel, name, compute)
+    assert note(changed(attention=RING | {"flash": "cpu"})) == {}
 
 
 def random_ends(chance, tokens):
