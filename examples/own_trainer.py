@@ -48,7 +48,8 @@ for step in range(begin, steps):
     targets = sp.sum(count)
     (loss / targets).backward()
     for parameter in model.parameters() if sp.size > 1 else ():
-        dist.all_reduce(parameter.grad)
+        if parameter.grad is not None:  # some may be frozen
+            dist.all_reduce(parameter.grad)
     optimizer.step()
     optimizer.zero_grad()
     mean = sp.sum(loss.detach()) / targets
