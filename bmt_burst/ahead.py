@@ -201,10 +201,9 @@ def compile_kernels(
     tokens     the most tokens of a sequence of the run, which may be longer than those of steps
     gpus       how many of this host's GPUs to use
     modules    modules or packages with other Triton kernels of steps, or on whose code these depend
-    limit      seconds
+    limit      the most seconds, after which TimeoutError is raised
 
-    Raises the error of a process, TimeoutError, and OSError as `find_folders`. It ends its
-    processes.
+    Raises the error of a process, and OSError as `find_folders`. It ends its processes.
     """
     began, folders = time.monotonic(), tuple(find_folders())
     marks = [folder / _name_mark(steps, arguments, tokens, modules) for folder in folders]
