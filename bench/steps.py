@@ -53,7 +53,7 @@ def run(name: str, options: list[str], args: argparse.Namespace, device: Any) ->
     config, _ = parse_run([*fixed, *options])
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    trainer = Trainer(config, device, args.stop, Watchdog(dist.get_rank(), 300.0), *find_hooks())
+    trainer = Trainer(config, device, args.stop, Watchdog(dist.get_rank(), 900.0), *find_hooks())
     trainer.run()
     model = trainer.start.model
     built: Any = trainer.engine.model
@@ -80,7 +80,7 @@ def summarize(metrics: Path, warm_up: int) -> dict[str, Any]:
     if dist.get_rank():
         return {}
     steps = [r for r in map(json.loads, metrics.read_text().splitlines()) if "loss" in r]
-    measured = steps[warm_up:]
+    measured = steps[min(warm_up, len(steps) - 1) :]
     medians = {
         key: statistics.median(r[key] for r in measured)
         for key in (*_MEDIANS, *_PHASES)
@@ -104,7 +104,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--tree", type=Path, default=ROOT, help="the checkout whose code runs")
     parser.add_argument("--commit", required=True, help="its commit, for the rows")
     parser.add_argument("--engine", choices=("torch", "bmtrain"), required=True)
-    parser.add_argument("--warm-up", type=int, default=3, help="steps before those measured")
+    parser.add_argument(
+        "--warm-up", type=int, default=3, help="steps before those measured, at most all but one"
+    )
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("runs", nargs="+", help="NAME=OPTIONS")
     return parser.parse_args()
