@@ -1,12 +1,14 @@
 """The masks that are measured: "causal", "full", "documents 4K", "window 4096", "bee", for example.
 
-Documents are packed as in pretraining. Their lengths are drawn from a log-normal distribution.
-None is longer than a quarter of the sequence, and the last one is cut at its end. A packing has the
-same lengths in every process.
+Documents are packed as in pretraining. Their lengths are drawn from a distribution. None is longer
+than a quarter of the sequence, and the last one is cut at its end. A packing has the same lengths
+in every process.
 
-    4K, 1K, 256   documents of this mean length, sigma 1
-    700           documents of this mean length, sigma 1.3: many short ones and a few long ones
-    long          one document of three quarters of the sequence, and others of a mean of 1K
+    4K, 1K, 256   log-normal lengths of this mean, sigma 1
+    700           log-normal lengths of this mean, sigma 1.3: many short ones and a few long ones
+    long          one document of three quarters of the sequence, and others as in "1K"
+    magi          lengths of the dataset that MagiAttention's benchmark samples, up to 196K:
+                  https://sandai-org.github.io/MagiAttention/docs/main/blog/cp_benchmark.html
 
 "bee" is a row of CPM-Bee's long-context training, and has a bias: see bench/live_rows.py.
 
@@ -26,13 +28,20 @@ from bench import live_rows
 from bmt_burst import Layout, Mask, Scores
 
 KINDS = ("causal", "full", "documents", "window", "bee")
-PACKINGS = {  # mean lengths and sigmas
+PACKINGS = {  # means and sigmas of log-normal lengths, or None for _BINS
     "4K": (4096, 1.0),
     "1K": (1024, 1.0),
     "256": (256, 1.0),
     "700": (700, 1.3),
     "long": (1024, 1.0),
+    "magi": None,
 }
+# MagiAttention's: (most tokens of a bin, % of the documents in it), uniform within a bin
+_BINS = (
+    *((10, 0.2), (50, 2.9), (100, 5.2), (200, 10.2), (500, 28.2)),
+    *((1 << 10, 24.6), (2 << 10, 15.7), (4 << 10, 7.3), (8 << 10, 3.1), (16 << 10, 1.3)),
+    *((32 << 10, 0.85), (64 << 10, 0.14), (128 << 10, 0.17), (196 << 10, 0.14)),
+)
 _TRIES = 100
 
 
@@ -85,13 +94,29 @@ def packing(name: str, seq_len: int) -> list[int]:
     rng = random.Random(f"{name} on {seq_len}")
     lengths = [3 * seq_len // 4] if name == "long" else []
     longest, left = max(seq_len // 4, 1), seq_len - sum(lengths)
-    mean, sigma = PACKINGS[name]
     while left:
-        drawn = round(rng.lognormvariate(math.log(mean) - sigma**2 / 2, sigma))
-        lengths.append(min(max(drawn, 1), longest, left))
+        lengths.append(min(_draw(name, longest, rng), left))
         left -= lengths[-1]
     rng.shuffle(lengths)
     return lengths
+
+
+def _draw(name: str, longest: int, rng: random.Random) -> int:
+    """Draw the length of a document, at most `longest`.
+
+    A longer log-normal length is cut. A longer one of _BINS is drawn again, because MagiAttention's
+    benchmark leaves such documents out.
+    """
+    if (parameters := PACKINGS[name]) is not None:
+        mean, sigma = parameters
+        drawn = round(rng.lognormvariate(math.log(mean) - sigma**2 / 2, sigma))
+        return min(max(drawn, 1), longest)
+    ends, shares = zip(*_BINS, strict=True)
+    while True:
+        (number,) = rng.choices(range(len(ends)), shares)
+        drawn = rng.randint(ends[number - 1] + 1 if number else 1, ends[number])
+        if drawn <= longest:
+            return drawn
 
 
 def balanced(name: str, seq_len: int, size: int) -> Layout:

@@ -149,6 +149,23 @@ def test_a_kernel_alone_has_a_ranks_tokens_and_as_many_pairs(name, seq_len, rank
         assert abs(share.area * ranks / whole.area - 1) < (0.05 if name == "700" else 0.025)
 
 
+@pytest.mark.parametrize("seq_len", [65536, 131072, 1 << 21])
+def test_magi_documents_have_the_published_shares(seq_len):
+    """Their mean length is that of all bins that a quarter of the sequence has room for."""
+    lengths = packing("magi", seq_len)
+    assert max(lengths) <= seq_len // 4
+    bins = [(0, 10, 0.2), (10, 50, 2.9), (50, 100, 5.2), (100, 200, 10.2), (200, 500, 28.2)]
+    bins += [(500, 1024, 24.6), (1024, 2048, 15.7), (2048, 4096, 7.3), (4096, 8192, 3.1)]
+    total = sum(share for *_, share in bins)
+    short = [length for length in lengths if length <= 8192]
+    for low, high, share in bins:
+        expected = share / total
+        found = sum(low < length <= high for length in short) / len(short)
+        # four standard deviations of a count
+        assert abs(found - expected) < 4 * (expected / len(short)) ** 0.5, (low, high)
+    assert (max(lengths) > 128 << 10) == (seq_len == 1 << 21)
+
+
 @on_cpus
 def test_a_bias_is_measured(tmp_path):
     names = ["bmt_burst", "bmt_burst without a bias", "ulysses", "torch context_parallel"]
