@@ -138,7 +138,7 @@ def measure(
 ) -> Iterator[dict[str, Any]]:
     """Measure all contestants in turns, each with `tokens` tokens on a rank. Yield their rows.
 
-    Calls that take more than `slow_ms` milliseconds are measured in the first round only.
+    A call that takes more than `slow_ms` milliseconds is measured once, right after its first call.
     """
     tensors, dout = inputs(contestants[0].case, tokens, machine, seed=machine.rank)
     runs = []  # contestant, its works, how long they took once, their times
@@ -153,14 +153,14 @@ def measure(
             yield contestant.row | {"unavailable": failure}
         else:
             once = {name: machine.once_ms(work) for name, work in works.items()}
-            runs.append((contestant, works, once, {name: [] for name in works}))
+            times = {name: [ms] if ms > slow_ms else [] for name, ms in once.items()}
+            runs.append((contestant, works, once, times))
     for number in range(_ROUNDS):
         machine.report(f"round {number + 1} of {_ROUNDS}")
         for _, works, once, times in runs:
             for name, work in works.items():
-                if number and once[name] > slow_ms:
-                    continue
-                times[name].append(machine.time_ms(work, once[name]))
+                if once[name] <= slow_ms:
+                    times[name].append(machine.time_ms(work, once[name]))
     for contestant, works, _, times in runs:
         extra_gib = machine.extra_gib(works["fwd_bwd_ms"], held_bytes(contestant.attention))
         row = contestant.measured(times, extra_gib)
@@ -329,7 +329,7 @@ def run(args: argparse.Namespace, machine: Machine) -> Iterator[dict]:
         yield from (row for row in made if isinstance(row, dict))
         contestants = list(alone("attention", case, machine.size, machine))
         contestants += [one for one in made if isinstance(one, Contestant)]
-        yield from measure(contestants, case.seq_len // machine.size, machine)
+        yield from measure(contestants, case.seq_len // machine.size, machine, args.slow_ms)
         del contestants, made  # and the memory of their transports
         gc.collect()
     if args.errors:
@@ -408,6 +408,12 @@ def parse_args() -> argparse.Namespace:
         type=int,
         default=8192 if torch.cuda.is_available() else 128,
         help="length for errors against float64; 0: none",
+    )
+    parser.add_argument(
+        "--slow-ms",
+        type=float,
+        default=math.inf,
+        help="measure calls that take longer only once, instead of in several rounds",
     )
     parser.add_argument("--no-links", action="store_true", help="do not measure the links")
     return parser.parse_args()

@@ -19,7 +19,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench import live_rows, masks
-from bmt_burst import Layout, Mask, Scores, SequenceParallel, Transport, burst_attn_func, kernels
+from bmt_burst import (
+    Layout,
+    Mask,
+    Scores,
+    SequenceParallel,
+    Transport,
+    burst_attn_func,
+    init_sequence_parallel,
+    kernels,
+)
 from bmt_burst.bias.kernels import pick as pick_biased
 from bmt_burst.spec import Spec
 from bmt_burst.transport.torch_dist import TorchTransport
@@ -215,6 +224,20 @@ def _torch_context_parallel(case: Case, sp: SequenceParallel, _layout: Layout) -
     return attention
 
 
+def _usp(case: Case, sp: SequenceParallel, layout: Layout) -> Attention:
+    """Make USP (arXiv 2405.07719): pairs of consecutive ranks share heads, rings join the pairs."""
+    group = _single_ring(sp, case)
+    if sp.size < 4 or sp.size % 2:
+        raise Unavailable(f"{sp.size} ranks do not form rings of pairs")
+    return Burst(case, _in_pairs(group), layout, strategy="usp")
+
+
+@cache
+def _in_pairs(group: dist.ProcessGroup) -> SequenceParallel:
+    """Return the ranks of a group of all ranks, for rings between pairs that share heads."""
+    return init_sequence_parallel(dist.get_world_size(group), ulysses_size=2)
+
+
 def _naive_ulysses(case: Case, sp: SequenceParallel, _layout: Layout) -> Attention:
     """Make a Ulysses without overlap: collectives send q, k and v, and return out of one kernel."""
     group, attention = _single_ring(sp, case), kernel_alone(case)
@@ -284,6 +307,7 @@ IMPLEMENTATIONS = {
         kinds=("causal", "full", "documents", "window"),
     ),
     "ulysses": Implementation("contiguous", partial(Burst, strategy="ulysses")),
+    "usp": Implementation("balanced", _usp, _VARIANTS),
     "naive ulysses": Implementation("contiguous", _naive_ulysses),
     "ring_flash_attn zigzag": Implementation("zigzag", _ring_flash_attn, kernel="fa2"),
     "torch context_parallel": Implementation("zigzag", _torch_context_parallel, kernel="cudnn"),

@@ -167,6 +167,18 @@ def test_magi_documents_have_the_published_shares(seq_len):
 
 
 @on_cpus
+def test_slow_calls_are_measured_once_and_usp_on_four_ranks(tmp_path):
+    options = "--slow-ms 0 --errors 128 --no-links --implementations bmt_burst usp"
+    rows = measure(4, f"attention.py --masks causal --tokens-per-gpu 32 {options}", tmp_path)
+    found = {r["impl"]: r for r in rows if r["kind"] == "attention"}
+    assert found.keys() == {"kernel alone", "bmt_burst", "usp"}
+    for row in found.values():
+        assert row["rounds"] == {name: [row[name]] for name in ("fwd_ms", "fwd_bwd_ms")}
+    (wrong,) = [r for r in rows if r["kind"] == "errors" and r["impl"] == "usp"]
+    assert max(wrong[name] for name in ("out", "dq", "dk", "dv")) < 1e-5
+
+
+@on_cpus
 def test_a_bias_is_measured(tmp_path):
     names = ["bmt_burst", "bmt_burst without a bias", "ulysses", "torch context_parallel"]
     options = f"--masks bee --no-links --implementations {shlex.join(names)}"
