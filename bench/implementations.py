@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench import live_rows, masks
+from bench import flash_attn_interface, live_rows, masks
 from bmt_burst import (
     Layout,
     Mask,
@@ -32,6 +34,8 @@ from bmt_burst import (
 from bmt_burst.bias.kernels import pick as pick_biased
 from bmt_burst.spec import Spec
 from bmt_burst.transport.torch_dist import TorchTransport
+
+_HAS_FA2 = kernels.installed("flash_attn_2_cuda")
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -190,17 +194,30 @@ def _single_ring(sp: SequenceParallel, case: Case, chunks: int = 1) -> dist.Proc
 def _ring_flash_attn(case: Case, sp: SequenceParallel, _layout: Layout) -> Attention:
     if case.mask not in ("causal", "full"):
         raise Unavailable("ring-flash-attn's zigzag ring is for causal and full masks")
-    if not all(map(importlib.util.find_spec, ("ring_flash_attn", "flash_attn_2_cuda"))):
-        raise Unavailable("needs the packages ring-flash-attn and flash-attn 2")
-    try:
-        from ring_flash_attn import zigzag_ring_flash_attn_func
-    except ImportError as error:  # some versions of transformers lack names that it imports
-        raise Unavailable(f"ring-flash-attn does not import: {error}") from error
+    if not kernels.installed("ring_flash_attn"):
+        raise Unavailable("needs the package ring-flash-attn")
+    if not torch.cuda.is_available():
+        raise Unavailable("ring-flash-attn's gradients are wrong in fp32, as without GPUs")
     return partial(
-        zigzag_ring_flash_attn_func,
+        _import_zigzag_ring().zigzag_ring_flash_attn_func,
         causal=case.mask == "causal",
         group=_single_ring(sp, case, chunks=2),
     )
+
+
+@cache
+def _import_zigzag_ring() -> ModuleType:
+    """Import ring-flash-attn's zigzag ring, over torch's FlashAttention-2 without flash-attn 2.
+
+    The rest of its package is not executed: it needs more of flash-attn 2, and some versions of
+    transformers lack names that it imports.
+    """
+    if not _HAS_FA2:
+        sys.modules["flash_attn.flash_attn_interface"] = flash_attn_interface
+    spec = importlib.util.find_spec("ring_flash_attn")
+    assert spec, "it is installed"
+    sys.modules["ring_flash_attn"] = importlib.util.module_from_spec(spec)
+    return importlib.import_module("ring_flash_attn.zigzag_ring_flash_attn")
 
 
 def _torch_context_parallel(case: Case, sp: SequenceParallel, _layout: Layout) -> Attention:
@@ -309,7 +326,9 @@ IMPLEMENTATIONS = {
     "ulysses": Implementation("contiguous", partial(Burst, strategy="ulysses")),
     "usp": Implementation("balanced", _usp, _VARIANTS),
     "naive ulysses": Implementation("contiguous", _naive_ulysses),
-    "ring_flash_attn zigzag": Implementation("zigzag", _ring_flash_attn, kernel="fa2"),
+    "ring_flash_attn zigzag": Implementation(
+        "zigzag", _ring_flash_attn, kernel="fa2" if _HAS_FA2 else "aten"
+    ),
     "torch context_parallel": Implementation("zigzag", _torch_context_parallel, kernel="cudnn"),
 }
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench import other_tables, tables, training
+from bench import flash_attn_interface, other_tables, tables, training
 from bench.balance import least, unevenness
 from bench.balance import masks as balanced_masks
 from bench.implementations import Case
@@ -164,6 +164,29 @@ def test_magi_documents_have_the_published_shares(seq_len):
         # four standard deviations of a count
         assert abs(found - expected) < 4 * (expected / len(short)) ** 0.5, (low, high)
     assert (max(lengths) > 128 << 10) == (seq_len == 1 << 21)
+
+
+def test_the_stand_in_of_flash_attn_computes_what_autograd_does():
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((2, 12, 4, 8), (2, 12, 2, 8), (2, 12, 2, 8))
+    leaves = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+    dout = torch.randn(2, 12, 4, 8, generator=generator)
+    q, k, v = (x.transpose(1, 2) for x in leaves)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=True, enable_gqa=True
+    ).transpose(1, 2)
+    options = {"softmax_scale": 8**-0.5, "causal": True, "dropout_p": 0.0, "alibi_slopes": None}
+    inputs = dict(zip("qkv", (x.detach() for x in leaves), strict=True))
+    out, lse, *_ = flash_attn_interface._flash_attn_forward(**inputs, **options)
+    into = {f"d{name}": torch.full_like(x, torch.nan) for name, x in inputs.items()}
+    # ring-flash-attn passes transposed rows
+    lse = lse.transpose(1, 2).contiguous().transpose(1, 2)
+    flash_attn_interface._flash_attn_backward(
+        dout=dout, out=out, softmax_lse=lse, **inputs, **into, **options
+    )
+    torch.testing.assert_close(out, expected.detach())
+    exact = torch.autograd.grad(expected, leaves, dout)
+    torch.testing.assert_close(list(into.values()), list(exact))
 
 
 @on_cpus
