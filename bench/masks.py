@@ -7,7 +7,8 @@ in every process.
     4K, 1K, 256   log-normal lengths of this mean, sigma 1
     700           log-normal lengths of this mean, sigma 1.3: many short ones and a few long ones
     long          one document of three quarters of the sequence, and others as in "1K"
-    magi          lengths of the dataset that MagiAttention's benchmark samples, up to 196K:
+    magi          lengths of a dataset that MagiAttention's benchmark samples, up to 192K. A longer
+                  one than a quarter of the sequence is cut into several documents.
                   https://sandai-org.github.io/MagiAttention/docs/main/blog/cp_benchmark.html
 
 "bee" is a row of CPM-Bee's long-context training, and has a bias: see bench/live_rows.py.
@@ -40,7 +41,7 @@ PACKINGS = {  # means and sigmas of log-normal lengths, or None for _BINS
 _BINS = (
     *((10, 0.2), (50, 2.9), (100, 5.2), (200, 10.2), (500, 28.2)),
     *((1 << 10, 24.6), (2 << 10, 15.7), (4 << 10, 7.3), (8 << 10, 3.1), (16 << 10, 1.3)),
-    *((32 << 10, 0.85), (64 << 10, 0.14), (128 << 10, 0.17), (196 << 10, 0.14)),
+    *((32 << 10, 0.85), (64 << 10, 0.14), (128 << 10, 0.17), (192 << 10, 0.14)),
 )
 _TRIES = 100
 
@@ -101,22 +102,29 @@ def packing(name: str, seq_len: int) -> list[int]:
     return lengths
 
 
-def _draw(name: str, longest: int, rng: random.Random) -> int:
-    """Draw the length of a document, at most `longest`.
+def draw_piece(longest: int, rng: random.Random) -> int:
+    """Draw the length of a piece of a document, as MagiAttention's benchmark does.
 
-    A longer log-normal length is cut. A longer one of _BINS is drawn again, because MagiAttention's
-    benchmark leaves such documents out.
+    It cuts all documents into pieces of `longest` tokens and a rest, and shuffles the pieces. So a
+    document is drawn as often as it has pieces.
     """
-    if (parameters := PACKINGS[name]) is not None:
-        mean, sigma = parameters
-        drawn = round(rng.lognormvariate(math.log(mean) - sigma**2 / 2, sigma))
-        return min(max(drawn, 1), longest)
     ends, shares = zip(*_BINS, strict=True)
+    most = -(-ends[-1] // longest)
     while True:
         (number,) = rng.choices(range(len(ends)), shares)
-        drawn = rng.randint(ends[number - 1] + 1 if number else 1, ends[number])
-        if drawn <= longest:
-            return drawn
+        length = rng.randint(ends[number - 1] + 1 if number else 1, ends[number])
+        left = length - rng.randrange(most) * longest
+        if left > 0:
+            return min(left, longest)
+
+
+def _draw(name: str, longest: int, rng: random.Random) -> int:
+    """Draw the length of a document, or of a piece of one, at most `longest`."""
+    if (parameters := PACKINGS[name]) is None:
+        return draw_piece(longest, rng)
+    mean, sigma = parameters
+    drawn = round(rng.lognormvariate(math.log(mean) - sigma**2 / 2, sigma))
+    return min(max(drawn, 1), longest)
 
 
 def balanced(name: str, seq_len: int, size: int) -> Layout:

@@ -2,9 +2,12 @@
 
 import itertools
 import json
+import operator
 import os
+import random
 import re
 import shlex
+import statistics
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -16,7 +19,7 @@ from bench import flash_attn_interface, other_tables, tables, training
 from bench.balance import least, unevenness
 from bench.balance import masks as balanced_masks
 from bench.implementations import Case
-from bench.masks import PACKINGS, mask_of, packing, share_of
+from bench.masks import PACKINGS, draw_piece, mask_of, packing, share_of
 from bench.sparse import SparseCase, count_overlap
 from bench.tables import read_rows
 from bmt_burst import InfLLMV2, Layout, Mask
@@ -142,28 +145,39 @@ def test_a_kernel_alone_has_a_ranks_tokens_and_as_many_pairs(name, seq_len, rank
     whole = mask_of(f"documents {name}", seq_len)
     share = share_of(f"documents {name}", seq_len, ranks)
     assert share.seq_len == seq_len // ranks
-    if name == "long" and seq_len > 100:
+    if name in ("long", "magi") and seq_len > 100:
         assert share == Mask.causal(seq_len // ranks)  # no whole document comes nearer
     elif seq_len > 100:
         # a few long documents have most of the pairs of "700", so few shares come near the mean
         assert abs(share.area * ranks / whole.area - 1) < (0.05 if name == "700" else 0.025)
 
 
-@pytest.mark.parametrize("seq_len", [65536, 131072, 1 << 21])
-def test_magi_documents_have_the_published_shares(seq_len):
-    """Their mean length is that of all bins that a quarter of the sequence has room for."""
-    lengths = packing("magi", seq_len)
-    assert max(lengths) <= seq_len // 4
-    bins = [(0, 10, 0.2), (10, 50, 2.9), (50, 100, 5.2), (100, 200, 10.2), (200, 500, 28.2)]
-    bins += [(500, 1024, 24.6), (1024, 2048, 15.7), (2048, 4096, 7.3), (4096, 8192, 3.1)]
-    total = sum(share for *_, share in bins)
-    short = [length for length in lengths if length <= 8192]
-    for low, high, share in bins:
-        expected = share / total
-        found = sum(low < length <= high for length in short) / len(short)
+@pytest.mark.parametrize("longest", [8192, 32768, 1 << 20])
+def test_magi_documents_are_pieces_of_the_published_lengths(longest):
+    ends = [10, 50, 100, 200, 500, *(1 << power for power in range(10, 18)), 192 << 10]
+    shares = [0.2, 2.9, 5.2, 10.2, 28.2, 24.6, 15.7, 7.3, 3.1, 1.3, 0.85, 0.14, 0.17, 0.14]
+    bounds = list(zip([0, *ends], ends, strict=False))
+    # a document's number of pieces, and of whole ones, on average over its bin
+    pieces, whole = (
+        [
+            statistics.mean((i + up) // longest for i in range(low + 1, high + 1))
+            for low, high in bounds
+        ]
+        for up in (longest - 1, 0)
+    )
+    total = sum(map(operator.mul, shares, pieces))
+    rng = random.Random(0)
+    drawn = [draw_piece(longest, rng) for _ in range(20000)]
+    assert 1 <= min(drawn) <= 50
+    expected = {longest: sum(map(operator.mul, shares, whole)) / total}
+    found = {longest: sum(length == longest for length in drawn) / len(drawn)}
+    if longest == 1 << 20:  # nothing is cut
+        assert sum(shares) == pytest.approx(total)
+        expected |= dict(zip(ends, (share / total for share in shares), strict=True))
+        found |= {h: sum(low < x <= h for x in drawn) / len(drawn) for low, h in bounds}
+    for end, share in expected.items():
         # four standard deviations of a count
-        assert abs(found - expected) < 4 * (expected / len(short)) ** 0.5, (low, high)
-    assert (max(lengths) > 128 << 10) == (seq_len == 1 << 21)
+        assert abs(found[end] - share) <= 4 * (share / len(drawn)) ** 0.5, end
 
 
 def test_the_stand_in_of_flash_attn_computes_what_autograd_does():
