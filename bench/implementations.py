@@ -118,9 +118,12 @@ class Implementation:
 class Burst:
     """Our attention, over its own transport, so that the memory held is this case's.
 
-    biased  whether scores have the mask's bias, if it has one
-    table   the table of that bias, with a gradient, or None
+    biased      whether scores have the mask's bias, if it has one
+    table       the table of that bias, with a gradient, or None
+    transports  that of the ring, or those of a double ring: within hosts, between them
     """
+
+    transports: tuple[Transport, ...]
 
     def __init__(
         self,
@@ -133,15 +136,15 @@ class Burst:
     ):
         groups = dict(sp.groups)
         if sp.process_group is None:
-            intra, inter = sp.double_group
-            self.transport = transport(intra)
-            groups["double_group"] = self.transport, inter
+            self.transports = tuple(map(transport, sp.double_group))
+            groups["double_group"] = self.transports
         elif isinstance(sp.process_group, Transport):  # a rank alone, or imagined peers
             if transport is not TorchTransport:
                 raise Unavailable("needs several ranks")
-            self.transport = sp.process_group
+            self.transports = (sp.process_group,)
         else:
-            self.transport = groups["process_group"] = transport(sp.process_group)
+            self.transports = (transport(sp.process_group),)
+            (groups["process_group"],) = self.transports
         scores = case.scores if biased else None
         self.table = None
         shown: dict[str, Any] = {"mask": case.visible}
@@ -165,7 +168,7 @@ def random_table(rows: int, heads: int) -> Tensor:
 
 def held_bytes(attention: Attention) -> int:
     """Return the memory of an implementation that torch's allocator does not count."""
-    return attention.transport.held_bytes if isinstance(attention, Burst) else 0
+    return sum(x.held_bytes for x in attention.transports) if isinstance(attention, Burst) else 0
 
 
 def table_of(attention: Attention) -> Tensor | None:
@@ -175,9 +178,9 @@ def table_of(attention: Attention) -> Tensor | None:
 
 def deliveries(attention: Attention) -> str | None:
     """Return how our blocks move on GPUs, or None for peers."""
-    if not isinstance(attention, Burst) or not isinstance(attention.transport, TorchTransport):
+    if not isinstance(attention, Burst) or not isinstance(attention.transports[0], TorchTransport):
         return None
-    return "copy engines" if attention.transport.copy_engines else "exchanges"
+    return "copy engines" if attention.transports[0].copy_engines else "exchanges"
 
 
 def _single_ring(sp: SequenceParallel, case: Case, chunks: int = 1) -> dist.ProcessGroup:

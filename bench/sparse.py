@@ -118,7 +118,7 @@ class Choosing:
         length, overlap = 0.1 if wanted else 1.0, None
         self._make(length)
         step(self.attention, tensors, dout)  # reserves the transport's memory
-        fill_slots(self.attention.transport, self.machine)
+        fill_slots(self.attention.transports[0], self.machine)
         for _ in range(_TRIES):
             overlap = self._measure(tensors)
             if not wanted or overlap is None or abs(overlap - wanted) < _NEAR:
@@ -234,7 +234,7 @@ def _begin(attention: Burst, case: SparseCase, tokens: int, machine: Machine) ->
     """Call dense attention once, which reserves memory."""
     tensors, dout = inputs(case, tokens, machine, machine.rank)
     step(attention, tensors, dout)
-    fill_slots(attention.transport, machine)
+    fill_slots(attention.transports[0], machine)
     return {}
 
 
