@@ -47,6 +47,13 @@ _MEDIANS = "medians over steps"
 # Names of files -> their section. The first pattern that fits counts.
 SECTIONS = {
     "attention-*-masks*": Section("masks", "Packed documents and windows", "bash bench/bench.sh"),
+    "attention-*-strategies*": Section(
+        "attention",
+        "Four GPUs: strategies and peers",
+        "bench/attention.py",
+        "calls that take more than a second are measured once; the kernel aten is torch's "
+        "FlashAttention-2, which stands in for flash-attn 2",
+    ),
     "attention-*": Section("attention", "Attention over the GPUs of a host", "bash bench/bench.sh"),
     "double-ring-*": Section("attention", _TWO_HOSTS, "bash bench/bench.sh --two-hosts"),
     "usp-*": Section("attention", "USP: ring degree x Ulysses degree", "bash bench/bench.sh --usp"),
@@ -218,7 +225,8 @@ a section for each file. No file is on two pages.
 - **Variants**: "nccl" uses no copy engines. "no overlap" waits for blocks before it computes. "low
   memory" has a `group_bytes` of 144 MiB. "naive ulysses" exchanges by collectives, before one
   kernel call and after it. "q" and "kv" name the side that a backward sends. "bmt_burst" is "q" for
-  32:32 heads and "kv" for 32:8, so differences between these rows are noise.
+  32:32 heads and "kv" for 32:8, so differences between these rows are noise. "usp" shares heads
+  between pairs of GPUs, with rings between the pairs.
 - **Errors** of a ring include one more rounding, of partial results to bf16.
 - **"two halves of a host"**: four GPUs emulate two hosts with a slow link, about 2.5 GiB/s a rank.
 - **Pretraining at 1024K tokens** on 8 GPUs is a single step, with compilation.
@@ -311,13 +319,18 @@ def _versions(rows: list[Row]) -> str:
 
 def report(rows: list[Row]) -> str:
     """Return all tables of rows."""
-    return "\n\n".join(part for part in (tables.attention_tables(rows), other_tables(rows)) if part)
+    parts = [tables.attention_tables(rows), other_tables(rows)]
+    if summary := tables.strategies_table(rows):
+        title = "TFLOP/s of forward / backward, and % of the kernel alone for both"
+        parts.insert(0, f"### {title}\n\n{summary}")
+    return "\n\n".join(part for part in parts if part)
 
 
 MARKED = re.compile(r"(<!-- results: (\w+) of (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _GENERATED = {
     "peers": tables.peers_table,
     "masks": tables.masks_table,
+    "strategies": tables.strategies_table,
     "training": sparse_training_table,
     "whole": whole_table,
 }

@@ -174,6 +174,23 @@ def masks_table(rows: list[Row]) -> str:
     return _compared(rows, found, column)
 
 
+def strategies_table(rows: list[Row]) -> str:
+    """Compare USP with the others: a line for each implementation, a column for each case.
+
+    Without rows of USP it is empty.
+    """
+    found = sorted(measured(rows), key=lambda row: (row["mask"], row["seq_len"]))
+    if not any(row["impl"] == "usp" for row in found):
+        return ""
+    several = len({heads(row) for row in found}) > 1
+
+    def column(row: Row) -> str:
+        case = f"{row['mask']}, {tokens(row['seq_len'] // row['gpus'])}"
+        return f"{case}, {heads(row)} heads" if several else case
+
+    return _crossed(rows, found, "tokens of a GPU", column)
+
+
 def _compared(rows: list[Row], found: list[Row], column: Callable[[Row], str]) -> str:
     """Compare implementations at the longest sequence that all of them were measured with.
 
@@ -186,14 +203,20 @@ def _compared(rows: list[Row], found: list[Row], column: Callable[[Row], str]) -
     most = min(
         max(r["seq_len"] for r in found if (r["impl"], r["kernel"]) == name) for name in names
     )
+    longest = [row for row in found if row["seq_len"] == most]
+    return _crossed(rows, longest, f"{tokens(most)} tokens", column)
+
+
+def _crossed(rows: list[Row], found: list[Row], corner: str, column: Callable[[Row], str]) -> str:
+    """Format a line for each implementation of `found` and each yardstick, in columns."""
     cells: dict[tuple, dict[str, str]] = defaultdict(dict)
-    for row in (row for row in found if row["seq_len"] == most):
+    for row in found:
         for shown in (*filter(None, (alone(rows, row, name) for name in YARDSTICKS)), row):
             line = cells[implementation(shown), shown["kernel"]]
             line[column(row)] = _brief(shown, alone(rows, row))
     columns = list(dict.fromkeys(name for line in cells.values() for name in line))
     lines = [[*facts, *(line.get(name, "") for name in columns)] for facts, line in cells.items()]
-    return table([f"{tokens(most)} tokens", "kernel", *columns], lines)
+    return table([corner, "kernel", *columns], lines)
 
 
 def _brief(row: Row, limit: Row | None) -> str:

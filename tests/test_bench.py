@@ -211,6 +211,10 @@ def test_slow_calls_are_measured_once_and_usp_on_four_ranks(tmp_path):
     assert found.keys() == {"kernel alone", "bmt_burst", "usp"}
     for row in found.values():
         assert row["rounds"] == {name: [row[name]] for name in ("fwd_ms", "fwd_bwd_ms")}
+    header, _, *lines = tables.strategies_table(rows).splitlines()
+    assert header == "| tokens of a GPU | kernel | causal, 32 |"
+    assert [line.split(" | ")[0] for line in lines] == ["| kernel alone", "| bmt_burst", "| usp"]
+    assert lines[-1].endswith("%) |")
     (wrong,) = [r for r in rows if r["kind"] == "errors" and r["impl"] == "usp"]
     assert max(wrong[name] for name in ("out", "dq", "dk", "dv")) < 1e-5
 
