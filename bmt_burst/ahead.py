@@ -12,6 +12,9 @@
 Steps run in other processes, which launch none of this package's kernels and note how to compile
 them. So values mean nothing. Triton's and FlashAttention-4's kernels are then compiled onto disk,
 where the run finds them.
+
+One process imports what the others need, and forks them. The imports take seconds, in which a run
+may do other things: it starts a `Compiler` before them, and passes it to `compile_kernels`.
 """
 
 from __future__ import annotations
@@ -32,8 +35,10 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -87,6 +92,59 @@ class Progress:
         if not self.seconds:
             return f"found {kernels} in {places}"
         return f"compiled {kernels} in {self.seconds:.1f} s; kept in {places}"
+
+
+class Compiler:
+    """A process that imports what compiles kernels, for one call of `compile_kernels`.
+
+    modules  modules with other Triton kernels of steps
+
+    A process forked from it has imported everything, and may use CUDA. At the end of its context
+    the process ends, with all that it forked.
+    """
+
+    def __init__(self, *modules: str):
+        context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+        self._messages, others = context.Pipe()
+        facts = others, torch.cuda.get_device_capability(), modules
+        self._process = context.Process(target=_serve, args=facts)
+        # so torch.cuda.is_available() in the script of the run does not initialize CUDA there
+        with mock.patch.dict(os.environ, PYTORCH_NVML_BASED_CUDA_CHECK="1"):
+            self._process.start()
+        others.close()
+
+    def __enter__(self) -> Compiler:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._messages.closed:
+            return
+        self._messages.close()
+        assert self._process.pid is not None, "it was started"
+        with contextlib.suppress(ProcessLookupError):  # it has no group before it is about to fork
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.kill()
+        self._process.join()
+
+    def compile(self, *request: Any) -> Iterator[int]:
+        """Do what `_compile_all` does with a request. Yield the number of kernels known so far."""
+        count, done = 0, False
+        self._reach(self._messages.send, request)
+        while not done:
+            if self._reach(self._messages.poll, _POLL_SECONDS):
+                message = self._reach(self._messages.recv)
+                if isinstance(message, Exception):
+                    raise message
+                count, done = message
+            yield count
+
+    def _reach(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return function(*arguments)
+        except (EOFError, ConnectionError) as error:
+            self._process.join()
+            code = self._process.exitcode
+            raise RuntimeError(f"a process ended with exit code {code}") from error
 
 
 def settle_keys(*modules: str) -> None:
@@ -192,6 +250,7 @@ def compile_kernels(
     gpus: int = 1,
     modules: Sequence[str] = (),
     limit: float = math.inf,
+    compiler: Compiler | None = None,
 ) -> Iterator[Progress]:
     """Compile the kernels of some steps, unless they are on disk. Yield what was done so far, until
     all are there: only once if they are on disk.
@@ -202,6 +261,7 @@ def compile_kernels(
     gpus       how many of this host's GPUs to use
     modules    modules or packages with other Triton kernels of steps, or on whose code these depend
     limit      the most seconds, after which TimeoutError is raised
+    compiler   one that was started with these modules, by default a new one. It is ended
 
     Raises the error of a process, and OSError as `find_folders`. It ends its processes.
     """
@@ -213,31 +273,16 @@ def compile_kernels(
     free, _ = torch.cuda.mem_get_info()
     room = int(gpus * free / 2**30 / _GIB_OF_PROCESS)
     processes = max(min(len(os.sched_getaffinity(0)), _MOST_PROCESSES, room), 1)
-    context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
-    others = multiprocessing.active_children()
-    with context.Pool(processes, _begin, (gpus, *modules)) as pool:
-        workers = [x for x in multiprocessing.active_children() if x not in others]
-        noting = [pool.apply_async(_note, (steps, x, tokens)) for x in arguments]
-        jobs: dict[Hashable, Any] = {}
-        while noting or not all(job.ready() for job in jobs.values()):
-            for noted in [x for x in noting if x.ready()]:
-                noting.remove(noted)
-                new = {key: job for key, job in noted.get().items() if key not in jobs}
-                first = sorted(new, key=lambda key: isinstance(key, str))  # Triton's are short
-                jobs |= {key: pool.apply_async(new[key]) for key in first}
-            for worker in workers:  # a pool would wait for the job of one that was killed
-                if worker.exitcode is not None:
-                    raise RuntimeError(f"a process ended with exit code {worker.exitcode}")
-            progress = Progress(len(jobs), time.monotonic() - began, folders)
+    count = 0
+    with compiler or Compiler(*modules) as compiler:
+        for count in compiler.compile(processes, gpus, steps, arguments, tokens):
+            progress = Progress(count, time.monotonic() - began, folders)
             yield progress
             if progress.seconds > limit:
                 raise TimeoutError(f"{progress.count} kernels took more than {limit:.0f} s")
-            time.sleep(_POLL_SECONDS)
-        for job in jobs.values():
-            job.get()
     for mark in marks:
-        mark.write_text(f"{len(jobs)}\n")
-    yield Progress(len(jobs), time.monotonic() - began, folders)
+        mark.write_text(f"{count}\n")
+    yield Progress(count, time.monotonic() - began, folders)
 
 
 def _name_mark(
@@ -261,17 +306,68 @@ def _name_mark(
     return f"bmt_burst-{found.hexdigest()[:16]}"
 
 
-def _begin(gpus: int, *modules: str) -> None:
-    """Begin a process that compiles."""
+def _serve(connection: Connection, capability: tuple[int, int], modules: Sequence[str]) -> None:
+    """Be the process of a Compiler: import, and do what the first message asks for."""
+    os.setpgrp()  # a group, which Compiler ends
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C stops the run after a step
     silent = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silent, 1)
     os.dup2(silent, 2)
     torch.set_num_threads(1)
+    # FlashAttention-4 asks for these when it is imported. Where torch answers them, it initializes
+    # CUDA, and forked processes cannot use it.
+    with _replacing(
+        (torch.cuda, "is_available", lambda: True),
+        (torch.cuda, "get_device_capability", lambda *_: capability),
+    ):
+        settle_keys(*modules)
+        fa4.Fa4Kernel().broken()
+    try:
+        request = connection.recv()
+    except EOFError:  # the run found all kernels on disk, or ended
+        return
+    try:
+        connection.send((_compile_all(connection, *request), True))
+    except Exception as error:  # noqa: BLE001 - raised in the process of the run
+        connection.send(error)
+
+
+def _compile_all(
+    connection: Connection,
+    processes: int,
+    gpus: int,
+    steps: Callable[..., None],
+    arguments: Sequence[tuple[Any, ...]],
+    tokens: int,
+) -> int:
+    """Compile the kernels of steps in forked processes. Send (the number known so far, False) again
+    and again, which fails if the run has ended. Return the number.
+    """
+    jobs: dict[Hashable, Any] = {}
+    with multiprocessing.get_context("fork").Pool(processes, _begin, (connection, gpus)) as pool:
+        workers = multiprocessing.active_children()
+        noting = [pool.apply_async(_note, (steps, x, tokens)) for x in arguments]
+        while noting or not all(job.ready() for job in jobs.values()):
+            for noted in [x for x in noting if x.ready()]:
+                noting.remove(noted)
+                new = {key: job for key, job in noted.get().items() if key not in jobs}
+                first = sorted(new, key=lambda key: isinstance(key, str))  # Triton's are short
+                jobs |= {key: pool.apply_async(new[key]) for key in first}
+            for worker in workers:  # a pool would wait for the job of one that was killed
+                if worker.exitcode is not None:
+                    raise RuntimeError(f"a process ended with exit code {worker.exitcode}")
+            connection.send((len(jobs), False))
+            time.sleep(_POLL_SECONDS)
+        for job in jobs.values():
+            job.get()
+    return len(jobs)
+
+
+def _begin(connection: Connection, gpus: int) -> None:
+    """Begin a forked process."""
+    connection.close()  # it ends with the process that forked this one
     if torch.cuda.is_available():
         torch.cuda.set_device(os.getpid() % gpus)
-    settle_keys(*modules)
-    fa4.Fa4Kernel().broken()  # imports it, in seconds, while other processes note kernels
 
 
 def _note(steps: Callable[..., None], arguments: Sequence[Any], tokens: int) -> dict[Hashable, Job]:
@@ -337,11 +433,18 @@ def note_kernels(tokens: int) -> Iterator[dict[Hashable, Job]]:
         (torch, "empty_like", _filled(torch.empty_like)),
         (Tensor, "new_empty", _filled(Tensor.new_empty)),
     )
-    with contextlib.ExitStack() as stack:
-        for place, name, function in replaced:
-            stack.callback(setattr, place, name, getattr(place, name))
-            setattr(place, name, function)
+    with _replacing(*replaced):
         yield found
+
+
+@contextlib.contextmanager
+def _replacing(*replaced: tuple[Any, str, Any]) -> Iterator[None]:
+    """Replace attributes by other values: (object, name, value)."""
+    with contextlib.ExitStack() as stack:
+        for place, name, value in replaced:
+            stack.callback(setattr, place, name, getattr(place, name))
+            setattr(place, name, value)
+        yield
 
 
 def _filled(make: Callable[..., Tensor]) -> Callable[..., Tensor]:

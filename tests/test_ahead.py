@@ -2,13 +2,16 @@
 changed.
 """
 
+import importlib
 import os
+import time
 
 import pytest
 import torch
 
 from bmt_burst import ahead, burst_attn_func
 from bmt_burst.kernels import fa4
+from tests.launcher import is_running, wait_until_ended
 from tests.test_warming import fake_kernel
 
 
@@ -16,6 +19,7 @@ from tests.test_warming import fake_kernel
 def folder(tmp_path, monkeypatch):
     """The folder of kernels, as if there were a GPU with memory for one process."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2 << 30, 0))
     monkeypatch.setattr(ahead, "installed", lambda module: True)
     monkeypatch.setattr(fa4, "cache_folder", lambda: tmp_path / "fa4")
@@ -48,9 +52,31 @@ def call_again(place):
     call_once(place)
 
 
-def compile_calls(*places, steps=call_once, tokens=300, limit=600.0):
+def note_imports(place):
+    """Steps that note which process imported a module, and what CUDA told it and tells them."""
+    imported = importlib.import_module("asks_cuda")
+    shared = os.getppid() == imported.PROCESS
+    with open(place, "a") as file:
+        file.write(f"{shared} {imported.CUDA} {torch.cuda.is_available()}\n")
+
+
+def kill_parent(place):
+    """Steps that end the process that forked theirs."""
+    os.kill(os.getppid(), 9)
+    time.sleep(600)
+
+
+def hang(place):
+    """Steps that do not end, of a process that is noted."""
+    with open(f"{place}.new", "w") as file:
+        file.write(f"{os.getpid()}")
+    os.rename(f"{place}.new", place)
+    time.sleep(600)
+
+
+def compile_calls(*places, steps=call_once, tokens=300, limit=600.0, **options):
     arguments = [(place,) for place in places]
-    found = [*ahead.compile_kernels(steps, arguments, tokens, limit=limit)]
+    found = [*ahead.compile_kernels(steps, arguments, tokens, limit=limit, **options)]
     return found[-1].count, len(found)
 
 
@@ -71,6 +97,8 @@ def test_kernels_are_compiled_once(folder):
         compile_calls(None)
     with pytest.raises(RuntimeError, match="a process ended with exit code 9"):
         compile_calls("killed")
+    with pytest.raises(RuntimeError, match="a process ended with exit code -9"):
+        compile_calls("its parent", steps=kill_parent)
     (folder / "file").touch()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_CACHE_DIR", str(folder / "file" / "triton"))
@@ -87,3 +115,28 @@ def test_a_mark_depends_on_all_files_of_a_package(folder, monkeypatch):
         (folder / "of_steps/model.py").write_text(code)
         marks.add(ahead._name_mark(call_once, [], 300, ["of_steps"]))
     assert len(marks) == 2
+
+
+def test_imports_are_shared_and_initialize_no_cuda(folder, monkeypatch):
+    """Forked processes could not use CUDA otherwise. They may, since they get its own answers."""
+    asks = "import os, torch\nPROCESS = os.getpid()\n"
+    asks += "CUDA = torch.cuda.is_available(), torch.cuda.get_device_capability()\n"
+    (folder / "asks_cuda.py").write_text(asks)
+    monkeypatch.syspath_prepend(folder)
+    place = str(folder / "imports")
+    with ahead.Compiler("asks_cuda") as compiler:
+        options = {"modules": ["asks_cuda"], "compiler": compiler}
+        assert compile_calls(place, place, steps=note_imports, **options)[0] == 0
+    line = f"True (True, (9, 0)) {torch.cuda.is_available()}\n"
+    assert (folder / "imports").read_text() == 2 * line
+
+
+def test_processes_that_hang_end_with_their_caller(folder):
+    place = folder / "process"
+    compiling = ahead.compile_kernels(hang, [(str(place),)], 300, limit=300.0)
+    while not place.exists():
+        next(compiling)
+    process = int(place.read_text())
+    assert is_running(process)
+    compiling.close()
+    wait_until_ended([process])
