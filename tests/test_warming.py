@@ -5,6 +5,7 @@ import os
 import random
 import subprocess
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +20,7 @@ from bmt_burst.sparse import torch_choice
 from models.config import PRESETS, CPMConfig
 from tests.launcher import ROOT
 from tests.sparse import RELEASED
+from train import pretrain
 from train.planning import warming
 from train.planning.warming import Rehearsal, take_steps
 from train.settings.config import TrainConfig
@@ -256,6 +258,31 @@ def test_the_log_says_what_was_compiled_and_a_run_goes_on_without(monkeypatch):
     assert start(0.0) == ["found 14 kernels in /triton and /fa4"]
     later = "kernels will be compiled in the steps that first need them: "
     assert start(0.5, error=ValueError("no GPU")) == [f"{later}no GPU"]
+
+
+@pytest.mark.parametrize(("device", "starts"), [("cuda:0", 1), ("cuda:1", 0), ("cpu", 0)])
+def test_a_rank_of_each_host_starts_a_compiler_before_it_opens_its_data(
+    device, starts, monkeypatch
+):
+    events = []
+
+    class Compiler(nullcontext):
+        def __init__(self, *modules):
+            super().__init__("compiler")
+            events.append(modules)
+
+    def make_trainer(*given):
+        monkeypatch.setattr(ahead, "compile_kernels", lambda *given: events.append(given[-1]) or ())
+        run = TrainConfig(), inputs_of("cpm-tiny"), SequenceParallel(), 1
+        given[-1](*run, given[1], WATCHDOG)
+        raise FileNotFoundError("no data")
+
+    monkeypatch.setattr(ahead, "Compiler", Compiler)
+    monkeypatch.setattr(pretrain, "init_distributed", lambda *_: torch.device(device))
+    monkeypatch.setattr(pretrain, "Trainer", make_trainer)
+    with pytest.raises(FileNotFoundError, match="no data"):
+        pretrain._run_rank([], TrainConfig(), None, None, WATCHDOG)
+    assert events == [warming.MODULES, "compiler"] * starts
 
 
 def test_nothing_is_compiled_on_cpus():

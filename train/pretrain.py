@@ -16,6 +16,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -31,13 +32,14 @@ if __name__ == "__main__":
 
 import torch.distributed as dist
 
+from bmt_burst import ahead
 from train.base import ranks
 from train.base.signals import StopSignal
 from train.checkpoints import checkpoint
 from train.loop.stages import Stages, parse_run
 from train.loop.trainer import Trainer
 from train.planning.dry_run import advise, dry_run, fit_memory
-from train.planning.warming import warm
+from train.planning.warming import MODULES, warm
 from train.run import ending
 from train.run.distributed import init_distributed
 from train.run.launch import launch
@@ -77,7 +79,11 @@ def _run_rank(
         stages.check(device)
         watchdog.program = f"pretrain.py: stage {stages.current.name}"
         later = [stage.config for stage in stages.later]
-    trainer = Trainer(config, device, stop, watchdog, fit_memory, warm)
+    # on one rank of each host with GPUs. It imports while this process opens the data
+    starting = ahead.Compiler(*MODULES) if device.index == 0 else nullcontext()
+    with starting as compiler:
+        compiling = partial(warm, compiler=compiler)
+        trainer = Trainer(config, device, stop, watchdog, fit_memory, compiling)
     check_room(trainer.engine, trainer.progress.step, config, *later)
     finished = trainer.run()
     if not finished:

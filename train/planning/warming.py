@@ -30,7 +30,7 @@ from train.settings.config import TrainConfig
 from train.settings.settings import DTYPES
 
 UPDATES = "train.engine.triton_adamw"
-_MODULES = UPDATES, "train.planning.warming", "train.data.batches", "models"  # kernels depend on
+MODULES = UPDATES, "train.planning.warming", "train.data.batches", "models"  # kernels depend on
 _MOST_SECONDS = 120.0
 _CHUNKS = 3  # of a sequence of the rehearsal, at most
 
@@ -154,20 +154,21 @@ def warm(
     rows: int,
     device: torch.device,
     watchdog: Watchdog,
+    compiler: ahead.Compiler | None = None,
 ) -> list[str]:
     """Compile the kernels that a run on GPUs will need, unless they are on disk. Return lines for
     the log. `rows` are the sequences that a rank computes at once. Models with biases are left out.
 
-    Every rank must call it. One rank of each host starts processes.
+    Every rank must call it. One rank of each host compiles, with `compiler` if it was started.
     """
     if device.type != "cuda" or not isinstance(inputs.model, CPMConfig):
         return []
-    ahead.settle_keys(*_MODULES)
+    ahead.settle_keys(*MODULES)
     line, failed = "", False
-    if int(os.environ.get("LOCAL_RANK", 0)) == 0:
+    if device.index == 0:
         run, gpus = find_facts(config, inputs, sp, rows), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         limit = min(_MOST_SECONDS, watchdog.timeout / 2)  # others wait without a sign of life
-        arguments = run.arguments(), run.seq_len, gpus, _MODULES, limit
+        arguments = run.arguments(), run.seq_len, gpus, MODULES, limit, compiler
         try:
             for progress in ahead.compile_kernels(take_steps, *arguments):
                 watchdog.alive("compiling kernels")
