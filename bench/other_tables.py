@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections import Counter, defaultdict
 
 from bench.tables import (
@@ -216,8 +217,42 @@ def single_steps_table(rows: list[Row]) -> str:
         "tokens/s": lambda row: round(row["tokens_per_s"]),
         "GiB": lambda row: or_dash(row.get("peak_gib")),
     }
-    single = [r for r in steps if runs[r["case"], r["engine"]] == 1 and r not in paired]
+    shown = [*paired, *_of_documents(rows)]
+    single = [r for r in steps if runs[r["case"], r["engine"]] == 1 and r not in shown]
     return list_rows(single, "steps", columns)
+
+
+def mixed_table(rows: list[Row]) -> str:
+    """Format whole steps over packed documents: means, since batches have different documents."""
+    columns: dict[str, Column] = {
+        "run": "case",
+        "layers": "layers",
+        "groups x ranks": lambda row: f"{row['gpus'] // row['sp']} x {row['sp']}",
+        "sequences at once": lambda row: or_dash(row["micro_batch_size"]),
+        "s/step": lambda row: statistics.mean(_measured(row, "steps_s")),
+        "fastest and slowest": lambda row: _ends(_measured(row, "steps_s")),
+        "balance": lambda row: _ends(_measured(row, "balances")),
+        "tokens/s": lambda row: round(
+            row["batch_size"] * row["seq_len"] / statistics.mean(_measured(row, "steps_s"))
+        ),
+        "GiB": lambda row: or_dash(row.get("peak_gib")),
+    }
+    return list_rows(_of_documents(rows), "steps", columns)
+
+
+def _of_documents(rows: list[Row]) -> list[Row]:
+    """Return the rows of whole steps that `mixed_table` shows."""
+    steps = [row for row in rows if row["kind"] == "steps"]
+    return [row for row in steps if row.get("mask") == "documents" and row.get("balances")]
+
+
+def _measured(row: Row, name: str) -> list[float]:
+    """Return the numbers of the steps after the warm-up."""
+    return row[name][row["warm_up"] :]
+
+
+def _ends(values: list[float]) -> str:
+    return f"{min(values):.3g}, {max(values):.3g}"
 
 
 def loss_curves_table(rows: list[Row]) -> str:
@@ -544,6 +579,7 @@ TABLES = {
     "Training": training_table,
     "Whole steps before and after": steps_table,
     "Whole steps": single_steps_table,
+    "Whole steps over packed documents": mixed_table,
     "Whole steps in float8": fp8_table,
     "Losses in float8": loss_curves_table,
     "Steps in chunks": chunks_table,

@@ -133,6 +133,13 @@ SECTIONS = {
         "bench/steps.py --warm-up 0",
         "the median of a few steps, or the only one",
     ),
+    "steps-*-mixed.jsonl": Section(
+        "training",
+        "Documents of mixed lengths",
+        "bench/steps.py --warm-up 2",
+        "4 sequences of 128K a step, the same batches for all; documents have 100 tokens to 128K, "
+        "in MagiAttention's shares; a balance of 1 means that all ranks have the same attention",
+    ),
     "steps-*-fp8*": Section("training", "Steps with products in float8", "bench/steps.py"),
     "steps-*-h?00.jsonl": Section(
         "training", "Whole steps before and after a change", "bench/steps.py"

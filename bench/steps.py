@@ -7,7 +7,7 @@ r"""Measures whole training steps of several runs in one group of processes, to 
 Each run has a name and options of train/pretrain.py. `--tree` is the checkout whose code runs, from
 commit 573640d on. Processes, groups and compiled kernels are shared, so that a run takes seconds.
 Rank 0 writes a row of JSON for each: medians over the steps after --warm-up, the seconds of the
-first step, and all losses and gradient norms. Nothing is saved.
+first step, and all losses, gradient norms and balances. Nothing is saved.
 """
 
 from __future__ import annotations
@@ -89,9 +89,11 @@ def summarize(metrics: Path, warm_up: int) -> dict[str, Any]:
     return {
         **medians,
         "tokens_per_s_per_gpu": medians["tokens_per_s"] / dist.get_world_size(),
+        "warm_up": len(steps) - len(measured),
         "mask": "documents" if "documents" in medians else "causal",
         "first_step_s": steps[0]["step_s"],
         "steps_s": [r["step_s"] for r in steps],
+        "balances": [r["balance"] for r in steps if "balance" in r],
         "losses": [r["loss"] for r in steps],
         "grad_norms": [r["grad_norm"] for r in steps],
     }

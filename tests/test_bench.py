@@ -546,7 +546,8 @@ def test_whole_steps_of_two_checkouts(tmp_path):
     for commit in ("before", "after"):
         command = f"steps.py --commit {commit} --engine torch --warm-up 1"
         saving = "--checkpointing selective --checkpointing-blocks 1"
-        runs = shlex.join([f"dense={options}", f"two={options} --sp-size 2 {saving}"])
+        dense = f"dense={options} --documents ignore"
+        runs = shlex.join([dense, f"two={options} --sp-size 2 {saving}"])
         rows = measure(2, f"{command} {runs}", tmp_path)
     assert [row["case"] for row in rows] == ["dense", "two"] * 2
     assert rows[0]["losses"] == rows[2]["losses"]
@@ -554,7 +555,26 @@ def test_whole_steps_of_two_checkouts(tmp_path):
     assert "| two | torch | before | after |" in other_tables.steps_table(rows)
     assert [row["checkpointing_blocks"] for row in rows] == [None, 1] * 2
     assert other_tables.single_steps_table(rows) == ""
-    assert "\n| two | torch | " in other_tables.single_steps_table(rows[:2])
+    assert "\n| dense | torch | " in other_tables.single_steps_table(rows[:2])
+    assert [len(row["balances"]) for row in rows] == [2] * 4
+    [line] = other_tables.mixed_table(rows[:2]).splitlines()[2:]
+    assert line.startswith("| two | 4 | 1 x 2 | - | ")
+
+
+def test_steps_over_documents_are_means_after_the_warm_up():
+    row = {"kind": "steps", "case": "sp2", "layers": 4, "gpus": 4, "sp": 2, "engine": "torch"}
+    row |= {
+        "fp8": False,
+        "mask": "documents",
+        "micro_batch_size": 1,
+        "batch_size": 4,
+        "seq_len": 300,
+    }
+    row |= {"warm_up": 1, "steps_s": [9.0, 1.0, 2.0], "balances": [4.0, 1.25, 1.5]}
+    assert other_tables.mixed_table([row]).splitlines()[2:] == [
+        "| sp2 | 4 | 2 x 2 | 1 | 1.5 | 1, 2 | 1.25, 1.5 | 800 | - |"
+    ]
+    assert other_tables.single_steps_table([row]) == ""
 
 
 def test_each_step_is_in_one_table():
