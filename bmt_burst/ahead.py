@@ -351,8 +351,8 @@ def _compile_all(
             for noted in [x for x in noting if x.ready()]:
                 noting.remove(noted)
                 new = {key: job for key, job in noted.get().items() if key not in jobs}
-                first = sorted(new, key=lambda key: isinstance(key, str))  # Triton's are short
-                jobs |= {key: pool.apply_async(new[key]) for key in first}
+                # what takes longest first: FlashAttention-4's backwards, its forwards, Triton's
+                jobs |= {key: pool.apply_async(new[key]) for key in sorted(new, key=str)}
             for worker in workers:  # a pool would wait for the job of one that was killed
                 if worker.exitcode is not None:
                     raise RuntimeError(f"a process ended with exit code {worker.exitcode}")

@@ -32,19 +32,25 @@ def call_once(place):
 
     def compute(q, *_, **options):
         with open(place, "a") as file:
-            file.write(f"{tuple(q.shape)}\n")
+            file.write(f"forward {tuple(q.shape)}\n")
         return q, q.new_zeros(q.shape[0], q.shape[2], q.shape[1])
+
+    def compute_back(q, k, v, *_, **options):
+        with open(place, "a") as file:
+            file.write("backward\n")
+        return q, k, v
 
     if place is None:
         raise RuntimeError("out of memory")
     if place == "killed":
         os._exit(9)
-    fa4.functions = lambda: (compute, compute)
+    fa4.functions = lambda: (compute, compute_back)
     fake_kernel(setattr)
-    q = torch.zeros(1, 300, 2, 64, dtype=torch.bfloat16)
-    burst_attn_func(
+    q = torch.zeros(1, 300, 2, 64, dtype=torch.bfloat16, requires_grad=True)
+    out = burst_attn_func(
         q, q, q, causal=True, flash="fa4", process_group=ahead.imagine_ranks(0, 1).process_group
     )
+    out.sum().backward()
 
 
 def call_again(place):
@@ -82,14 +88,15 @@ def compile_calls(*places, steps=call_once, tokens=300, limit=600.0, **options):
 
 def test_kernels_are_compiled_once(folder):
     place = str(folder / "calls")
-    assert compile_calls(place, place)[0] == 1
-    assert (folder / "calls").read_text() == "(1, 300, 2, 64)\n", "the noted call launched nothing"
-    assert compile_calls(place, place) == (1, 1), "marks say that it is on disk"
+    assert compile_calls(place, place)[0] == 2
+    calls = (folder / "calls").read_text()
+    assert calls == "backward\nforward (1, 300, 2, 64)\n", "each once, and what takes longest first"
+    assert compile_calls(place, place) == (2, 1), "marks say that it is on disk"
     [first] = [mark.name for mark in (folder / "fa4").iterdir()]
     assert compile_calls(place, place, tokens=400)[1] > 1, "of longer sequences there may be more"
     with pytest.raises(TimeoutError, match="0 kernels took more than 0 s"):
         compile_calls(place, place, steps=call_again, limit=0.0)
-    assert compile_calls(place, place) == (1, 1)
+    assert compile_calls(place, place) == (2, 1)
     [mark] = [x for x in (folder / "fa4").iterdir() if x.name == first]
     mark.unlink()  # as where the kernels were removed
     assert compile_calls(place, place)[1] > 1
