@@ -38,7 +38,6 @@ from importlib import metadata
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -66,6 +65,9 @@ KERNELS = (  # the modules of all Triton kernels of a step without biases
 _PACKAGES = "torch", "triton", "flash-attn-4", "nvidia-cutlass-dsl"
 _PLAIN_KERNELS = torch_ops.AtenKernel, torch_ops.CudnnKernel, torch_ops.CpuKernel
 _POLL_SECONDS = 0.05
+# With this variable, torch.cuda.is_available() in the script of a run, which a Compiler imports,
+# does not keep forked processes from using CUDA.
+_NO_CUDA_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 _MOST_PROCESSES, _GIB_OF_PROCESS = 16, 1.5  # of a GPU's memory that is free
 _TOKENS, _MOST_TOKENS = 1 << 12, 1 << 15  # of a rank of an example, and with long windows
 _FEW_QUERIES = 64  # of a chunk, in documents that begin in the chunk before it
@@ -95,12 +97,11 @@ class Progress:
 
 
 class Compiler:
-    """A process that imports what compiles kernels, for one call of `compile_kernels`.
+    """A process that imports what compiles kernels, and forks others for one `compile_kernels`.
 
     modules  modules with other Triton kernels of steps
 
-    A process forked from it has imported everything, and may use CUDA. At the end of its context
-    the process ends, with all that it forked.
+    Forked processes have imported everything, and may use CUDA. Leaving the context ends them all.
     """
 
     def __init__(self, *modules: str):
@@ -108,8 +109,10 @@ class Compiler:
         self._messages, others = context.Pipe()
         facts = others, torch.cuda.get_device_capability(), modules
         self._process = context.Process(target=_serve, args=facts)
-        # so torch.cuda.is_available() in the script of the run does not initialize CUDA there
-        with mock.patch.dict(os.environ, PYTORCH_NVML_BASED_CUDA_CHECK="1"):
+        with contextlib.ExitStack() as stack:
+            if _NO_CUDA_CHECK not in os.environ:
+                os.environ[_NO_CUDA_CHECK] = "1"
+                stack.callback(os.environ.pop, _NO_CUDA_CHECK)
             self._process.start()
         others.close()
 
@@ -121,7 +124,7 @@ class Compiler:
             return
         self._messages.close()
         assert self._process.pid is not None, "it was started"
-        with contextlib.suppress(ProcessLookupError):  # it has no group before it is about to fork
+        with contextlib.suppress(ProcessLookupError):  # without a group, it has forked nothing
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
         self._process.join()
@@ -139,6 +142,7 @@ class Compiler:
             yield count
 
     def _reach(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function of the connection. Raises RuntimeError if the process has ended."""
         try:
             return function(*arguments)
         except (EOFError, ConnectionError) as error:
