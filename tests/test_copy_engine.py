@@ -138,10 +138,13 @@ class EngineRing(SimulatedRing):
                 step()
                 self.messenger.gather(b"")
 
-    def _deliver(self, lane, nbytes, sends, arrivals, device):
+    def mark(self, device):
+        return self.engines.device.current().record()
+
+    def _deliver(self, lane, nbytes, sends, arrivals, device, ready):
         for put in sends:
             self.traffic.append((put.peer, put.tensor.nbytes))
-        return self.engines.deliver(lane, nbytes, sends, arrivals)
+        return self.engines.deliver(lane, nbytes, sends, arrivals, ready)
 
 
 def engine_ring(ring, arenas, one_queue):
@@ -199,7 +202,7 @@ def late_engines(ring, current):
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_puts_leave_when_they_are_ready_and_may_change_after_the_wait(count):
+def test_puts_leave_when_they_are_ready_and_may_change_after_the_release(count):
     """With streams that compute late, as on a GPU: they fill each put, read what came, and spoil
     the put. It also goes to the rank itself.
 
@@ -225,12 +228,12 @@ def test_puts_leave_when_they_are_ready_and_may_change_after_the_wait(count):
             if len(under_way) == LANES["visit"]:
                 delivery, sent = under_way.pop(0)
                 delivery.wait()
-                current.work.put(lambda sent=sent: sent.fill_(254))
                 current.work.put(lambda late=value % 2: time.sleep(0.1 * late * ring.rank))
                 current.work.put(
                     lambda v=value, d=delivery: seen.update({v - 1: d.memory.tolist()})
                 )
                 delivery.release()
+                current.work.put(lambda sent=sent: sent.fill_(254))
         for stream in streams:
             spin(stream.record().is_set)
         return seen
@@ -241,6 +244,40 @@ def test_puts_leave_when_they_are_ready_and_may_change_after_the_wait(count):
             assert seen == {value: [value] * 128 for value in range(11)}
     finally:
         ThreadStream.longest_copy = 2e-3
+
+
+def test_ranks_wait_only_for_what_they_receive():
+    """Rank 1 is late to read its first delivery: it waits for what rank 0 receives in its third.
+    Rank 2 sends that while it computes, since it was ready before. So rank 0 must not wait until
+    its own third puts have left for rank 1, and rank 2's must not wait for its computation.
+    """
+    arenas, received = {}, threading.Event()
+
+    def work(ring):
+        engine_ring(ring, arenas, one_queue=False)
+        stream = ThreadStream(started_queue())
+        engines = late_engines(ring, lambda: stream)
+        block = torch.full((8,), ring.rank + 1, dtype=torch.uint8)
+        ready, seen = stream.record(), []
+        if ring.rank == 2:
+            stream.work.put(lambda: spin(received.is_set))  # computes
+        for number in (1, 2, 3):
+            to = {0: [1], 2: [0]}.get(ring.rank, [])
+            sources = {0: [2], 1: [0]}.get(ring.rank, [])
+            puts, arrivals = [Put(block, x, 0) for x in to], [Arrival(x, 0, 8) for x in sources]
+            delivery = engines.deliver("visit", 8, puts, arrivals, ready)
+            delivery.wait()
+            if ring.rank == 1 and number == 1:
+                stream.work.put(lambda: spin(received.is_set))
+            stream.work.put(lambda d=delivery: seen.append(d.memory.tolist()))
+            if ring.rank == 0 and number == 3:
+                stream.work.put(received.set)
+            delivery.release()
+        spin(stream.record().is_set)
+        return seen
+
+    seen = simulate(3, work)
+    assert seen[:2] == [[[3] * 8] * 3, [[1] * 8] * 3]
 
 
 @pytest.mark.parametrize(

@@ -113,6 +113,8 @@ def test_what_comes_next_is_on_its_way_before_something_is_computed():
                 assert at["fetch"][h, 0, 0] < at["compute"][h - 1, len(stages) - 1, stages[-1] - 1]
             elif not h and not n:
                 assert at["fetch"][0, 0, 0] < at["own"][0, 0, 0]
+        if len(stages) == 1:  # there are two buffers
+            assert all(at["fetch"][key] < at["own"][0, 0, 0] for key in sorted(at["fetch"])[:2])
         for h, n, _ in at["cross"]:
             before = [i for (g, m, _), i in at["compute"].items() if (g, m) == (h, n - 1)]
             assert all(at["cross"][h, n, 0] < i for i in before)

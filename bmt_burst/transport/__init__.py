@@ -75,11 +75,13 @@ class Delivery:
     recycled: bool = False
 
     def wait(self) -> None:
-        """Wait as a Ticket does."""
+        """Return when `memory` may be read, on CUDA by the current stream's later work."""
         self.ticket.wait()
 
     def release(self) -> None:
-        """Promise, once, that the current stream's later work does not read `memory`."""
+        """Promise, once, that the current stream's later work does not read `memory`. From then on
+        that work may overwrite what was sent.
+        """
 
 
 class Transport(ABC):
@@ -131,10 +133,22 @@ class Transport(ABC):
     def connect(self, device: torch.device) -> None:  # noqa: B027 - nothing to do here
         """Prepare, on all ranks, for exchanges of tensors on `device` without some of the ranks."""
 
+    def mark(self, device: torch.device) -> Any:
+        """Return the current stream's work so far, as `deliver` takes it."""
+        return None
+
     def deliver(
-        self, lane: str, nbytes: int, sends: Puts, arrivals: Arrivals, device: torch.device
+        self,
+        lane: str,
+        nbytes: int,
+        sends: Puts,
+        arrivals: Arrivals,
+        device: torch.device,
+        ready: Any = None,
     ) -> Delivery:
         """Start an exchange that is received into `nbytes` of memory on `device`, without waiting.
+
+        ready  a `mark` from when what is sent to others was ready, by default now
 
         For each pair of ranks, puts and arrivals have the same order. A rank's puts to itself have
         no arrivals. On a lane (one of LANES) deliveries are released in the order in which they

@@ -8,7 +8,8 @@ arena holds slots, which deliveries use in turn, and flags. Delivery n of a lane
                 flags `arrived`. A separate stream does this. Another one copies what the sender
                 puts to itself, at the same time.
     receiver    `wait` lets the current stream wait for the flags `arrived` of the expected senders.
-                `release` lets it write n to every rank's flag `freed`.
+                `release` lets it write n to every rank's flag `freed`, and then wait until its own
+                puts of delivery n have left.
 
 Streams wait and write with the driver's stream memory operations. The host never waits, and no
 kernel spins. Before a rank waits for a later event, it enqueues all that its peers wait for: see
@@ -77,9 +78,17 @@ class CopyEngines:
 
         return [self.device.synchronize, allocate, connect, try_out]
 
-    def deliver(self, lane: str, nbytes: int, sends: Puts, arrivals: Arrivals) -> Delivery:
+    def deliver(
+        self,
+        lane: str,
+        nbytes: int,
+        sends: Puts,
+        arrivals: Arrivals,
+        ready: torch.cuda.Event | None = None,
+    ) -> Delivery:
         """Deliver as Transport.deliver does."""
-        return self.lanes[lane].deliver(nbytes, sends, sorted({each.peer for each in arrivals}))
+        sources = sorted({each.peer for each in arrivals})
+        return self.lanes[lane].deliver(nbytes, sends, sources, ready)
 
 
 class _Lane:
@@ -105,23 +114,25 @@ class _Lane:
         self.arrived_there = [self._flag(peer, 2 * rank) for peer in peers]
         self.freed_there = [self._flag(peer, 2 * rank + 1) for peer in peers]
 
-    def deliver(self, nbytes: int, sends: Puts, sources: Sequence[int]) -> Delivery:
+    def deliver(
+        self, nbytes: int, sends: Puts, sources: Sequence[int], ready: torch.cuda.Event | None
+    ) -> Delivery:
         assert nbytes <= self.slot_bytes, f"{nbytes} bytes do not fit a slot of {self.slot_bytes}"
         self.number += 1
         slot = self.slots[self.number % len(self.slots)]
         current = self.device.current()
         if self.released:
             current.follow(self.released)
-        ready = current.record()  # by then the puts are ready, and the own slot was read
+        now = current.record()  # by then all puts are ready, and the own slot was read
         others, own = ([p for p in sends if (p.peer == self.rank) == x] for x in (False, True))
-        sent = [
-            self._send(stream, slot, puts, ready)
-            for stream, puts in zip(self.streams, (others, own), strict=True)
-            if puts
-        ]
+        # What others receive need not wait until this rank has computed what it computes now.
+        left = self._send(self.streams[0], slot, others, ready or now) if others else None
+        kept = self._send(self.streams[1], slot, own, now) if own else None
         flags = [self.arrived[peer] for peer in sources]
         number, memory = self.number, slot[self.rank][:nbytes]
-        return _LaneDelivery(memory, lane=self, number=number, flags=flags, sent=sent, sends=sends)
+        return _LaneDelivery(
+            memory, lane=self, number=number, flags=flags, left=left, kept=kept, sends=sends
+        )
 
     def _send(
         self, stream: CudaStream, slot: Sequence[Tensor], sends: Puts, ready: torch.cuda.Event
@@ -169,21 +180,30 @@ class _Lane:
 
 @dataclass(eq=False, kw_only=True)
 class _LaneDelivery(Delivery):
-    """Delivery `number` of a lane. `wait` waits for flags, and for the events after its puts."""
+    """Delivery `number` of a lane.
+
+    flags  those of the expected senders
+    left   the event after the puts to others, if there are any. A receiver that is late with
+           another delivery delays it, so only the release waits for it.
+    kept   the event after the puts to this rank
+    """
 
     lane: _Lane
     number: int
     flags: Sequence[Tensor]
-    sent: Sequence[torch.cuda.Event]
+    left: torch.cuda.Event | None
+    kept: torch.cuda.Event | None
     sends: Puts
     recycled: bool = True
 
     def wait(self) -> None:
         current = self.lane.device.current()
         current.wait(self.flags, self.number)
-        for event in self.sent:
-            current.follow(event)
-        self.sends = ()
+        if self.kept:
+            current.follow(self.kept)
 
     def release(self) -> None:
         self.lane.release(self.number)
+        if self.left:
+            self.lane.device.current().follow(self.left)
+        self.sends = ()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,7 +73,13 @@ class ImaginedRing(Transport):
                 ]
 
     def deliver(
-        self, lane: str, nbytes: int, sends: Puts, arrivals: Arrivals, device: torch.device
+        self,
+        lane: str,
+        nbytes: int,
+        sends: Puts,
+        arrivals: Arrivals,
+        device: torch.device,
+        ready: Any = None,
     ) -> Delivery:
         slots = self.slots[lane]
         slots.append(slots.pop(0))

@@ -107,11 +107,22 @@ class ProcessTransport(Transport):
         if not self.watch:
             self.watch = Watch(self.messenger)
 
+    def mark(self, device: torch.device) -> torch.cuda.Event | None:
+        if self.copy_engines and device.type == "cuda":
+            return self.copy_engines.device.current().record()
+        return None
+
     def deliver(
-        self, lane: str, nbytes: int, sends: Puts, arrivals: Arrivals, device: torch.device
+        self,
+        lane: str,
+        nbytes: int,
+        sends: Puts,
+        arrivals: Arrivals,
+        device: torch.device,
+        ready: torch.cuda.Event | None = None,
     ) -> Delivery:
         if self.copy_engines and device.type == "cuda":
-            delivery = self.copy_engines.deliver(lane, nbytes, sends, arrivals)
+            delivery = self.copy_engines.deliver(lane, nbytes, sends, arrivals, ready)
         else:
             delivery = super().deliver(lane, nbytes, sends, arrivals, device)
         self.begun += 1  # not if there was no memory to receive into

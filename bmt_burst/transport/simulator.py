@@ -177,7 +177,13 @@ class SimulatedRing(Transport):
         assert is_same, f"expected ranks to reserve the same, got {everyone}"
 
     def deliver(
-        self, lane: str, nbytes: int, sends: Puts, arrivals: Arrivals, device: torch.device
+        self,
+        lane: str,
+        nbytes: int,
+        sends: Puts,
+        arrivals: Arrivals,
+        device: torch.device,
+        ready: Any = None,
     ) -> Delivery:
         unreleased = self.unreleased[lane]
         count = len(unreleased)
@@ -188,7 +194,7 @@ class SimulatedRing(Transport):
             assert put.tensor.is_contiguous(), "a put must be contiguous"
             if put.peer != self.rank:
                 self.put(put.peer, (put.offset, put.tensor.nbytes), "place", lane)
-        plain = self._deliver(lane, nbytes, sends, arrivals, device)
+        plain = self._deliver(lane, nbytes, sends, arrivals, device, ready)
         places = [(arrival, self.ask(arrival.peer, "place", lane)) for arrival in arrivals]
         guarded = _GuardedDelivery(plain.memory, plain=plain, unreleased=unreleased, places=places)
         unreleased.append(guarded)

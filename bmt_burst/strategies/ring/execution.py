@@ -71,6 +71,7 @@ class Execution(ABC):
             self._own(self.program.events[0])
             return self.results
         self.roots: dict[tuple[int, int], Tensors] = {}  # by pass and round
+        self.ready: dict[tuple[int, int], Any] = {}  # marks of when these can be sent
         self.crossing: list[tuple[Ticket, Tensors]] = []
         self.fetched: list[Delivery] = []
         self.landed: list[Delivery] = []
@@ -100,6 +101,7 @@ class Execution(ABC):
 
     def _pack(self, event: Event) -> None:
         self.roots[event.number, 0] = self._departing_part(event, self._round(event).held)
+        self.ready[event.number, 0] = self.rings.inner.mark(self.device)
 
     def _cross(self, event: Event) -> None:
         round_, packing = self._round(event), self._pass(event).packing
@@ -112,13 +114,17 @@ class Execution(ABC):
     def _arrive(self, event: Event) -> None:
         ticket, self.roots[event.number, event.round] = self.crossing.pop()
         ticket.wait()
+        self.ready[event.number, event.round] = self.rings.inner.mark(self.device)
 
     def _fetch(self, event: Event) -> None:
         stage, packing, puts = self._stage(event), self._pass(event).packing, list[Put]()
-        root = self.roots[event.number, event.round]
+        key = event.number, event.round
+        root, ready = self.roots[key], self.ready[key]
         for peer, span, at, total in stage.sends:
             puts += packing.puts(root, span, peer, at, total)
-        self.fetched.append(self._deliver("visit", packing, stage.tokens, puts, stage.sources))
+        self.fetched.append(
+            self._deliver("visit", packing, stage.tokens, puts, stage.sources, ready)
+        )
 
     def _own(self, event: Event) -> None:
         found = [*self.attention.compute(self.program.own, self.queries, self.keys)]
@@ -158,7 +164,7 @@ class Execution(ABC):
         self.landed.append(self.fetched.pop(0))  # of two stages, the one that was fetched first
         self.landed[-1].wait()
         if event.stage + 1 == len(self._round(event).stages):
-            # The wait was for what this rank sent, too: nothing reads the root any more.
+            # deliveries keep what they send until they are released
             del self.roots[event.number, event.round]
 
     def _compute(self, event: Event) -> None:
@@ -295,13 +301,14 @@ class Execution(ABC):
         tokens: int,
         puts: Sequence[Put],
         sources: Iterable[tuple[int, Span]],
+        ready: Any = None,
     ) -> Delivery:
         """Start a delivery. `tokens` tokens land here: a span from each place of `sources`."""
         inner = self.rings.inner
         # A rank waits for no message from itself: it copies those tokens when it sends.
         others = [(peer, at) for peer, at in sources if peer != inner.rank]
         arrivals = [x for peer, at in others for x in packing.arrivals(peer, at, tokens)]
-        return inner.deliver(lane, packing.nbytes(tokens), puts, arrivals, self.device)
+        return inner.deliver(lane, packing.nbytes(tokens), puts, arrivals, self.device, ready)
 
 
 class Forward(Execution):

@@ -56,8 +56,9 @@ def order_events(passes: int, stages: Sequence[int], returning: bool) -> Iterato
     With `returning`, results are returned.
 
     The first exchanges of a pass start before the last stage of the previous pass is computed.
-    Those of the first pass start before the own block is. Results of a stage are returned while
-    the next stage is computed, and those from another host while the next round is.
+    The first two of all start before the own block is: there are two buffers, and under packed
+    documents other ranks may be done with their own blocks much earlier. Results of a stage are
+    returned while the next stage is computed, and those from another host while the next round is.
     """
     last = len(stages) - 1
     collect: list[Event] = []  # of the stage before
@@ -65,10 +66,10 @@ def order_events(passes: int, stages: Sequence[int], returning: bool) -> Iterato
     end: list[Event] = []  # of the pass before
     if passes:
         yield from _begin_round(0, 0, stages)
-    yield Event("own")
+    begin = [Event("own")]
     for number in range(passes):
         following = _begin_round(number + 1, 0, stages) if number + 1 < passes else ()
-        yield Event("begin", number)
+        begin.append(Event("begin", number))
         for round_, count in enumerate(stages):
             if round_ == last and not count:  # only the root is left to compute while they arrive
                 yield from following
@@ -80,6 +81,7 @@ def order_events(passes: int, stages: Sequence[int], returning: bool) -> Iterato
                     yield Event("fetch", number, round_, stage + 1)
                 elif round_ == last:
                     yield from following
+                yield from _take_all(begin)
                 yield Event("land", number, round_, stage)
                 yield Event("compute", number, round_, stage)
                 if returning:
@@ -89,6 +91,7 @@ def order_events(passes: int, stages: Sequence[int], returning: bool) -> Iterato
                     yield Event("return", number, round_, stage)
                     collect.append(Event("collect", number, round_, stage))
                 yield Event("free", number, round_, stage)
+            yield from _take_all(begin)
             if returning and round_:
                 yield from _take_all(collect)
                 yield from _take_all(receive)
@@ -106,6 +109,7 @@ def order_events(passes: int, stages: Sequence[int], returning: bool) -> Iterato
             end.append(collect.pop()._replace(do="end"))
         if not returning:
             yield from _take_all(end)
+    yield from _take_all(begin)
     yield from _take_all(receive)
     yield from _take_all(end)
 
