@@ -40,6 +40,7 @@ from train.planning.report import Budget, advice, command, describe
 from train.planning.search import (
     Cluster,
     Planned,
+    as_run,
     find_longest,
     find_smaller,
     free_host_gib,
@@ -529,6 +530,19 @@ def test_a_report_ends_with_a_command_that_pretrain_takes(capsys):
     assert sorted(shlex.split(command(again))) == sorted(words)
     assert config.steps == math.ceil(1e9 / 24576)
     assert f"1,000,000,000 tokens ({config.steps:,} steps) take" in out
+
+
+def test_a_report_has_the_memory_that_a_run_takes(capsys):
+    """FSDP2 keeps gathered weights for the backward if there is room."""
+    options = ["--model", "qwen3-0.6b", "--gpus", "2", "--seq-len", "4096", "--engine", "torch"]
+    assert plan_script.main([*options, "--lr", "3e-4", "--tokens", "1B"]) == 0
+    out = capsys.readouterr().out
+    config = make_config(parse_options(shlex.split(out.splitlines()[-1])[4:])[1])
+    asked = plan(config, Cluster(2, H200.gib, H200), "torch")
+    run = as_run(asked)
+    assert asked.step.memory.total < run.step.memory.total
+    gib, seconds = run.step.memory.total / GIB, run.seconds.total
+    assert f"recommended ({gib:.1f} GiB, {seconds:.2f} s a step)" in out
 
 
 def test_the_command_starts_a_rank_for_each_gpu():

@@ -26,6 +26,7 @@ from train.base.command_line import ArgumentParser, read_total
 from train.planning.report import Budget, advice, describe, table
 from train.planning.search import (
     Cluster,
+    as_run,
     find_any_longest,
     free_host_gib,
     plan,
@@ -111,6 +112,7 @@ def _report(given: dict[str, Any], cluster: Cluster, budget: Budget) -> Iterator
         steps = math.ceil(budget.tokens / (config.batch_size * planned.config.seq_len))
         planned = with_options(planned, steps=steps)
     found = recommend(planned)
+    found = found and as_run(found)
     yield describe(found or planned, budget)
     yield f"\n{table(planned, found or planned)}"
     yield f"\n{advice(planned, found)}"

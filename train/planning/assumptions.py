@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from train.settings.config import remark_length
 
-from .search import Planned, plan, recommend, with_options
+from .search import Planned, as_run, plan, recommend, with_options
 
 _SPARSE_RELEASES = ("minicpm4-8b",)  # dense presets whose release also has InfLLM-V2
 
@@ -50,7 +50,7 @@ def _compare(planned: Planned, other: Planned | None, named: str, tokens: float 
     """Return the speed with the options `named`, compared with that of `planned`."""
     if other is None:
         return f"{named}: no options fit"
-    theirs, here = (f"{x.tokens_per_s:,.0f} tokens/s" for x in (other, planned))
+    theirs, here = (f"{x.tokens_per_s:,.0f} tokens/s" for x in (as_run(other), planned))
     if tokens is not None:
         theirs = f"{theirs} ({other.days(tokens):,.1f} days)"
         here = f"{here} ({planned.days(tokens):,.1f} days)"
