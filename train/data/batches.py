@@ -361,29 +361,29 @@ def sparse_keys(mask: Mask, sparse: InfLLMV2) -> Tensor:
 
 
 def keys_seen(mask: Mask) -> Tensor:
-    """Return the number of keys that each query sees: (seq_len,) int64. The sum is `mask.area`."""
-    steps = torch.zeros(mask.seq_len + 1, dtype=torch.int64)
-    whole = torch.tensor(
-        [(*s.q, s.kv[1] - s.kv[0]) for s in mask.slices if s.low is None and s.high is None]
-    )
-    if len(whole):
-        steps.index_add_(0, whole[:, 0], whole[:, 2]).index_add_(0, whole[:, 1], -whole[:, 2])
-    seen = steps.cumsum(0)[:-1]
-    far = mask.seq_len  # no distance reaches the bounds that stand for missing ones
-    bounds = [
+    """Return the number of keys that each query sees: (seq_len,) int64. The sum is `mask.area`.
+
+    In a slice, query i sees the keys between i - high + 1 and i - low + 1, both clamped to the
+    slice's keys. Each clamped place is a line of slope 0, 1 and 0 again. Sums over the changes of
+    values and slopes take the time of the tokens alone, however many slices there are.
+    """
+    far = mask.seq_len + mask.kv_len  # no distance reaches the bounds that stand for missing ones
+    rows = [
         (*s.q, *s.kv, -far if s.low is None else s.low, far if s.high is None else s.high)
         for s in mask.slices
-        if s.low is not None or s.high is not None
     ]
-    if not bounds:
-        return seen
-    rows = torch.tensor(bounds)
-    lengths = rows[:, 1] - rows[:, 0]
-    first, _, start, stop, low, high = rows.repeat_interleave(lengths, 0).unbind(1)
-    before = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
-    query = first + torch.arange(len(first)) - before
-    keys = torch.minimum(stop, query - low + 1) - torch.maximum(start, query - high + 1)
-    return seen.index_add_(0, query, keys.clamp_min_(0))
+    jumps, bends = torch.zeros(2, mask.seq_len + 1, dtype=torch.int64)
+    if rows:
+        first, stop, kv_start, kv_stop, low, high = torch.tensor(rows).unbind(1)
+        last, one = stop - 1, torch.ones_like(first)
+        for sign, before in ((1, low - 1), (-1, high - 1)):  # a key's place is i - before
+            at_first, at_last = (torch.clamp(i - before, kv_start, kv_stop) for i in (first, last))
+            rises, stays = (torch.clamp(key + before, first, last) for key in (kv_start, kv_stop))
+            jumps.index_add_(0, first, at_first, alpha=sign)
+            jumps.index_add_(0, stop, at_last, alpha=-sign)
+            bends.index_add_(0, rises + 1, one, alpha=sign)
+            bends.index_add_(0, stays + 1, one, alpha=-sign)
+    return (jumps + bends.cumsum(0)).cumsum(0)[:-1]
 
 
 def choose_micro_batch_size(config: Settings, dp_size: int) -> int:
