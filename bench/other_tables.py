@@ -205,7 +205,7 @@ def _fp8_pairs(rows: list[Row]) -> list[tuple[Row, Row]]:
 def single_steps_table(rows: list[Row]) -> str:
     """Format whole steps of runs that were measured once, unless another table shows them."""
     steps = [row for row in rows if row["kind"] == "steps"]
-    if any(row.get("chunk") for row in steps):
+    if _compares_chunks(steps):
         return ""
     runs = Counter((row["case"], row["engine"]) for row in steps)
     paired = [row for pair in _fp8_pairs(rows) for row in pair]
@@ -276,16 +276,11 @@ def loss_curves_table(rows: list[Row]) -> str:
 
 def chunks_table(rows: list[Row]) -> str:
     """Format whole steps in chunks, and what they take beside the same step without chunks."""
-    facts = "model", "layers", "engine", "gpus", "seq_len"
     steps = [row for row in rows if row["kind"] == "steps"]
-
-    def key(row: Row) -> tuple:
-        return *(row[name] for name in facts), bool(row["sparse"])
-
-    whole = {key(row): row for row in steps if not row.get("chunk")}
+    whole = {_sequence_of(row): row for row in steps if not row.get("chunk")}
     lines = []
-    for row in steps if any(row.get("chunk") for row in steps) else ():
-        beside = whole.get(key(row))
+    for row in steps if _compares_chunks(steps) else ():
+        beside = whole.get(_sequence_of(row))
         gain = "-" if beside is None else f"{row['step_s'] / beside['step_s']:.2f} x"
         words = checkpointing(row)
         name = row["model"] + (", sparse" if row["sparse"] else "")
@@ -294,6 +289,21 @@ def chunks_table(rows: list[Row]) -> str:
         lines.append([*facts_of_row, row["step_s"], gain, row["peak_gib"]])
     header = ["model", "layers", "GPUs", "tokens", "chunk", "checkpointing", "s/step"]
     return table([*header, "beside no chunks", "GiB"], lines)
+
+
+def _compares_chunks(steps: list[Row]) -> bool:
+    """Whether steps are those of sequences in chunks, some of them also without chunks."""
+    if not any(row.get("chunk") for row in steps):
+        return False
+    chunked, others = (
+        {_sequence_of(r) for r in steps if bool(r.get("chunk")) == x} for x in (1, 0)
+    )
+    return not others or not chunked.isdisjoint(others)
+
+
+def _sequence_of(row: Row) -> tuple:
+    facts = "model", "layers", "engine", "gpus", "seq_len"
+    return *(row[name] for name in facts), bool(row["sparse"])
 
 
 def _attention(row: Row) -> str:

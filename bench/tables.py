@@ -37,10 +37,14 @@ def table(header: list[str], rows: list[list[Any]]) -> str:
     if not rows:
         return ""
     cells = [
-        [f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows
+        [_short(cell) if isinstance(cell, float) else str(cell) for cell in row] for row in rows
     ]
     lines = [header, ["---"] * len(header), *cells]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _short(number: float) -> str:
+    return f"{number:.3g}" if abs(number) < 999.5 else f"{number:,.0f}"
 
 
 def list_rows(

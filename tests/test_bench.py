@@ -578,14 +578,18 @@ def test_steps_over_documents_are_means_after_the_warm_up():
 
 
 def test_each_step_is_in_one_table():
-    """A step with --fp8 belongs to the run of its engine, and steps in chunks to a table of all."""
+    """A step with --fp8 belongs to the run of its engine, and steps of a sequence with and without
+    chunks to a table of all.
+    """
+    facts = {"kind": "steps", "model": "cpm", "layers": 2, "gpus": 1, "seq_len": 4096}
+    facts["sparse"] = None
     measured = (
         ("4k", "torch", False, 0.3),
         ("4k-fp8", "torch", True, 0.2),
         ("4k", "bmtrain", False, 0.6),
     )
     rows = [
-        {"kind": "steps", "case": case, "engine": engine, "fp8": fp8, "step_s": seconds}
+        {**facts, "case": case, "engine": engine, "fp8": fp8, "step_s": seconds}
         | {"tokens_per_s": 4096 / seconds}
         for case, engine, fp8, seconds in measured
     ]
@@ -595,4 +599,7 @@ def test_each_step_is_in_one_table():
     assert other_tables.single_steps_table(rows).splitlines()[2:] == [
         "| 4k | bmtrain | 0.6 | - | 6827 | - |"
     ]
-    assert other_tables.single_steps_table([*rows, rows[0] | {"chunk": 1024}]) == ""
+    chunked = rows[0] | {"chunk": 1024}
+    assert other_tables.single_steps_table([*rows, chunked]) == ""
+    longer = chunked | {"case": "1m", "seq_len": 1 << 20}
+    assert "| 1m |" in other_tables.single_steps_table([*rows, longer])
