@@ -49,6 +49,9 @@ _HEADS, _HEAD_SIZE = 32, 128
 _FORWARD_TENSORS, _BACKWARD_TENSORS = 6, 14
 _FORWARD_STATES, _BACKWARD_STATES = 4, 8
 _STATES_RATE = 150e9  # bytes a second at which states are exchanged, an assumption
+# Bytes a second from one rank of a host, and the most from all, in the rows "links" of
+# bench/results/attention-4-nvidia-h200.jsonl.
+_RANK_LINK, _HOST_LINKS = 150e9, 300e9
 # Assumptions, since hosts differ: bytes a second between a GPU and the host's memory, each way, and
 # parameters a second that AdamW updates there.
 _LINK, _HOST_UPDATE = 45e9, 1e9
@@ -176,6 +179,7 @@ def step_seconds(step: Step, hardware: Hardware) -> StepSeconds:
     parts = {
         "matrix products": count * products,
         "attention": count * attention,
+        "sending kept keys": count * _sending_seconds(step),
         "memory traffic": count * traffic,
         "waiting for offloaded activations": count * waiting,
         "optimizer": step.shard / (_HOST_UPDATE if step.on_host else hardware.update),
@@ -248,6 +252,24 @@ def _lightning_seconds(shape: LightningShape, run: str, hardware: Hardware) -> f
     return max(nbytes / hardware.traffic, operations / hardware.products) + exchange
 
 
+def _sending_seconds(step: Step) -> float:
+    """Return the seconds in which chunks gather the keys of earlier ones, for sparse attention.
+    Nothing hides them. Dense attention computes meanwhile.
+    """
+    seconds = 0.0
+    for run, count in step.attention.items() if step.chunks > 1 else ():
+        if _is_sparse(run.shape) and (others := run.shape.ranks - 1):
+            received = count_keys(run, step.chunks) * others / run.shape.ranks
+            seconds += count * received / min(others * _RANK_LINK, _HOST_LINKS)
+    return seconds
+
+
+def _is_sparse(shape: AttentionShape | LightningShape) -> bool:
+    """Whether queries choose."""
+    is_softmax = isinstance(shape, AttentionShape) and shape.sparse is not None
+    return is_softmax and not shape.sparse.is_dense(shape.tokens)
+
+
 def count_keys(run: AttentionRun, chunks: int) -> float:
     """Count the bytes of keys that an attention sends, or of its queries if these are fewer.
 
@@ -258,7 +280,7 @@ def count_keys(run: AttentionRun, chunks: int) -> float:
     shape, is_backward = run.shape, run.run == "backward"
     if not isinstance(shape, AttentionShape):
         return 0.0
-    is_sparse = shape.sparse is not None and not shape.sparse.is_dense(shape.tokens)
+    is_sparse = _is_sparse(shape)
     of_head = shape.batch * shape.head_size * shape.dtype.itemsize
     tokens = min(shape.tokens, 2 * (shape.window or shape.tokens))  # zigzag has two runs
     parts = 4 if is_backward else 3 if is_sparse and run.run == "forward" else 2
