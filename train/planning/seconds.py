@@ -266,8 +266,8 @@ def _sending_seconds(step: Step) -> float:
 
 def _is_sparse(shape: AttentionShape | LightningShape) -> bool:
     """Whether queries choose."""
-    is_softmax = isinstance(shape, AttentionShape) and shape.sparse is not None
-    return is_softmax and not shape.sparse.is_dense(shape.tokens)
+    sparse = shape.sparse if isinstance(shape, AttentionShape) else None
+    return sparse is not None and not sparse.is_dense(shape.tokens)
 
 
 def count_keys(run: AttentionRun, chunks: int) -> float:
