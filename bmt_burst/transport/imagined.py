@@ -19,14 +19,15 @@ from . import LANES, Arrivals, Delivery, Messages, Puts, Ticket, Transport
 from .messenger import Messenger
 
 
-@dataclass
-class _Imagined(Ticket):
-    """The ticket of an imagined delivery. It holds the tensors as if they were sent."""
+@dataclass(eq=False, kw_only=True)
+class _Imagined(Delivery):
+    """An imagined delivery. Until its release it holds the tensors as if they were sent."""
 
-    sent: Puts
+    sends: Puts
+    recycled: bool = True
 
-    def wait(self) -> None:
-        self.sent = ()
+    def release(self) -> None:
+        self.sends = ()
 
 
 class _SameMessages(Messenger):
@@ -83,4 +84,4 @@ class ImaginedRing(Transport):
     ) -> Delivery:
         slots = self.slots[lane]
         slots.append(slots.pop(0))
-        return Delivery(slots[0][:nbytes], _Imagined(sends), recycled=True)
+        return _Imagined(slots[0][:nbytes], sends=sends)
