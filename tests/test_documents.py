@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import hashlib
 import itertools
+import sys
 
 import numpy as np
 import pytest
@@ -122,6 +123,9 @@ def test_keys_seen_are_those_of_the_dense_mask():
         Mask.documents((0, 4, 20), causal=False, window=3),
         Mask(6, ()),
         Mask(9, slices),
+        Mask.causal(7).windowed(sys.maxsize),
+        Mask.documents((0, 4, 20), window=5).rows(6, 17),
+        Mask(6, [Slice((1, 5), (2, 9), -5, -1), Slice((5, 6), (0, 2), 5, 9)], kv_len=9),
     ):
         assert keys_seen(mask).equal(mask.dense().sum(1))
         assert int(keys_seen(mask).sum()) == mask.area

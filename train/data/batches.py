@@ -367,7 +367,7 @@ def keys_seen(mask: Mask) -> Tensor:
     slice's keys. Each clamped place is a line of slope 0, 1 and 0 again. Sums over the changes of
     values and slopes take the time of the tokens alone, however many slices there are.
     """
-    far = mask.seq_len + mask.kv_len  # no distance reaches the bounds that stand for missing ones
+    far = mask.seq_len + mask.kv_len  # more than any distance: the bound of a slice without one
     rows = [
         (*s.q, *s.kv, -far if s.low is None else s.low, far if s.high is None else s.high)
         for s in mask.slices
@@ -376,7 +376,8 @@ def keys_seen(mask: Mask) -> Tensor:
     if rows:
         first, stop, kv_start, kv_stop, low, high = torch.tensor(rows).unbind(1)
         last, one = stop - 1, torch.ones_like(first)
-        for sign, before in ((1, low - 1), (-1, high - 1)):  # a key's place is i - before
+        for sign, bound in ((1, low), (-1, high)):
+            before = bound.clamp(-far, far) - 1  # a key's place is i - before
             at_first, at_last = (torch.clamp(i - before, kv_start, kv_stop) for i in (first, last))
             rises, stays = (torch.clamp(key + before, first, last) for key in (kv_start, kv_stop))
             jumps.index_add_(0, first, at_first, alpha=sign)
