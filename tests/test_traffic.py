@@ -16,6 +16,7 @@ from bmt_burst.strategies.ring.payload import (
     backward_payload,
     forward_payload,
 )
+from bmt_burst.transport import LANES, Arrival, Put
 from bmt_burst.transport.simulator import SimulatedRing
 from tests.cases import call_tensors, random_qkv
 from tests.rings import call_messages, problem, ring_arguments
@@ -212,6 +213,22 @@ def test_a_send_buffer_must_stay_as_it_is():
         assert (recv == 255).all(), "a receive buffer is poisoned until the exchange is over"
         send += 1
         ticket.wait()
+
+    with pytest.raises((AssertionError, RankFailed), match=r"overwritten|another simulated rank"):
+        simulate(2, work)
+
+
+def test_a_put_must_stay_as_it_is_until_its_release():
+    """Copy engines may read it after `wait`, which waits only for what is received."""
+
+    def work(ring):
+        peer, block = 1 - ring.rank, torch.zeros(4, dtype=torch.uint8)
+        ring.reserve(dict.fromkeys(LANES, 4), block.device)
+        puts, arrivals = [Put(block, peer, 0)], [Arrival(peer, 0, 4)]
+        delivery = ring.deliver("visit", 4, puts, arrivals, block.device)
+        delivery.wait()
+        block += 1
+        delivery.release()
 
     with pytest.raises((AssertionError, RankFailed), match=r"overwritten|another simulated rank"):
         simulate(2, work)

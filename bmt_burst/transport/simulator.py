@@ -4,8 +4,9 @@
 
 - A receive buffer holds NaN bytes until its exchange was waited for, and delivered memory again
   once it is released.
-- A send buffer that changes in flight is an error. So is a put that is not contiguous or not for
-  the place where its receiver expects it, and a delivery while too many are unreleased.
+- A send buffer that changes in flight is an error, in a delivery until its release. So is a put
+  that is not contiguous or not for the place where its receiver expects it, and a delivery while
+  too many are unreleased.
 - `ring.traffic` lists (peer, bytes) of every message sent.
 """
 
@@ -122,6 +123,7 @@ class _GuardedDelivery(Delivery):
         assert self.unreleased.pop(0) is self, (
             "deliveries of a lane are released in the order in which they began"
         )
+        self.plain.ticket.wait()  # compares again what was sent, which may change from now on
         self.memory.fill_(0xFF)
         self.plain.release()
 
