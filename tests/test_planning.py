@@ -242,8 +242,11 @@ def test_offloading_is_limited_by_the_memory_of_a_host_with_gpus(monkeypatch, ca
 
 def test_a_plan_says_what_it_assumes():
     long = {"seq_len": 65536}
+    bmtrain = planned(8, model="minicpm4-8b", gib=139.0)
+    torch_run = plan(bmtrain.config, bmtrain.cluster, "torch")
     for run, expected in (
-        (planned(8, model="minicpm4-8b", gib=139.0), "attention: dense; with --sparse '{}' (Inf"),
+        (as_run(torch_run), "attention: dense; with --sparse '{}' (Inf"),
+        (bmtrain, "attention: dense; with --sparse '{}' (Inf"),
         (planned(sparse={}, seq_len=4096), "attention: dense; InfLLM-V2 is for 8,192 tokens"),
         (planned(sparse={}), 'attention: sparse (InfLLM-V2); with --sparse \'{"dense_len": '),
         (planned(**long, rope_scaling=YARN), "positions: --seq-len 65,536 is beyond the 32,768"),
@@ -254,9 +257,13 @@ def test_a_plan_says_what_it_assumes():
             "a sequence is on several hosts; with --sp-size 8 --batch-size 8: ",
         ),
     ):
-        lines = [*describe_assumptions(run, 1e9)]
+        lines = [*describe_assumptions(run, 1e12)]
         assert any(line.startswith(expected) for line in lines), lines
         assert all("days) instead of" in line for line in lines if "tokens/s" in line), lines
+        for speed, days in re.findall(r"(\S+) tokens/s \((\S+) days\)", "\n".join(lines)):
+            tokens_per_s, found = (float(x.replace(",", "")) for x in (speed, days))
+            # both are rounded, to 1 and to 0.1
+            assert found == pytest.approx(1e12 / tokens_per_s / 86400, rel=1e-3, abs=0.1)
 
 
 def test_a_run_recomputes_only_what_memory_needs(monkeypatch, capsys):

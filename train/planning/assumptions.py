@@ -50,7 +50,8 @@ def _compare(planned: Planned, other: Planned | None, named: str, tokens: float 
     """Return the speed with the options `named`, compared with that of `planned`."""
     if other is None:
         return f"{named}: no options fit"
-    theirs, here = (f"{x.tokens_per_s:,.0f} tokens/s" for x in (as_run(other), planned))
+    other = as_run(other)
+    theirs, here = (f"{x.tokens_per_s:,.0f} tokens/s" for x in (other, planned))
     if tokens is not None:
         theirs = f"{theirs} ({other.days(tokens):,.1f} days)"
         here = f"{here} ({planned.days(tokens):,.1f} days)"
