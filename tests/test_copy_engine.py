@@ -201,10 +201,10 @@ def late_engines(ring, current):
     return engines
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_puts_leave_when_they_are_ready_and_may_change_after_the_release(count):
+@pytest.mark.parametrize(("count", "early"), [(1, False), (2, False), (2, True)])
+def test_puts_leave_when_they_are_ready_and_may_change_after_a_wait_for_them(count, early):
     """With streams that compute late, as on a GPU: they fill each put, read what came, and spoil
-    the put. It also goes to the rank itself.
+    the put, before they read if `early`. It also goes to the rank itself. The release waits, too.
 
     A rank that reads late keeps its peer from the slot, also if the next one is read before, on
     another stream.
@@ -228,6 +228,9 @@ def test_puts_leave_when_they_are_ready_and_may_change_after_the_release(count):
             if len(under_way) == LANES["visit"]:
                 delivery, sent = under_way.pop(0)
                 delivery.wait()
+                if early:
+                    delivery.wait_for_sends()
+                    current.work.put(lambda sent=sent: sent.fill_(254))
                 current.work.put(lambda late=value % 2: time.sleep(0.1 * late * ring.rank))
                 current.work.put(
                     lambda v=value, d=delivery: seen.update({v - 1: d.memory.tolist()})

@@ -78,9 +78,14 @@ class Delivery:
         """Return when `memory` may be read, on CUDA by the current stream's later work."""
         self.ticket.wait()
 
+    def wait_for_sends(self) -> None:
+        """Return when what was sent may be overwritten, on CUDA by the current stream's later work.
+        It is no longer kept. Call it after `wait`, where sends take much memory.
+        """
+
     def release(self) -> None:
-        """Promise, once, that the current stream's later work does not read `memory`. From then on
-        that work may overwrite what was sent.
+        """Promise, once, that the current stream's later work does not read `memory`. Then wait for
+        the sends, unless that was done.
         """
 
 

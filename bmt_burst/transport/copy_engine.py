@@ -184,7 +184,7 @@ class _LaneDelivery(Delivery):
 
     flags  those of the expected senders
     left   the event after the puts to others, if there are any. A receiver that is late with
-           another delivery delays it, so only the release waits for it.
+           another delivery delays it, so `wait` does not wait for it.
     kept   the event after the puts to this rank
     """
 
@@ -202,8 +202,11 @@ class _LaneDelivery(Delivery):
         if self.kept:
             current.follow(self.kept)
 
-    def release(self) -> None:
-        self.lane.release(self.number)
+    def wait_for_sends(self) -> None:
         if self.left:
             self.lane.device.current().follow(self.left)
-        self.sends = ()
+        self.left, self.sends = None, ()
+
+    def release(self) -> None:
+        self.lane.release(self.number)
+        self.wait_for_sends()

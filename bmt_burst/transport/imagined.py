@@ -21,13 +21,16 @@ from .messenger import Messenger
 
 @dataclass(eq=False, kw_only=True)
 class _Imagined(Delivery):
-    """An imagined delivery. Until its release it holds the tensors as if they were sent."""
+    """An imagined delivery. It keeps the sent tensors as long as a real one does."""
 
     sends: Puts
     recycled: bool = True
 
-    def release(self) -> None:
+    def wait_for_sends(self) -> None:
         self.sends = ()
+
+    def release(self) -> None:
+        self.wait_for_sends()
 
 
 class _SameMessages(Messenger):

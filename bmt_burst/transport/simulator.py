@@ -119,13 +119,18 @@ class _GuardedDelivery(Delivery):
             place = take()
             assert place == arrival[1:], f"expected {arrival}, got a put at {place}"
 
+    def wait_for_sends(self) -> None:
+        self.plain.ticket.wait()  # compares again what was sent, which may change from now on
+        self.plain.ticket = Ticket()
+        self.plain.wait_for_sends()
+
     def release(self) -> None:
         assert self.unreleased.pop(0) is self, (
             "deliveries of a lane are released in the order in which they began"
         )
-        self.plain.ticket.wait()  # compares again what was sent, which may change from now on
         self.memory.fill_(0xFF)
         self.plain.release()
+        self.wait_for_sends()
 
 
 class SimulatedRing(Transport):

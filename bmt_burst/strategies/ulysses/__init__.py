@@ -191,6 +191,7 @@ class UlyssesPlan(Plan):
                 visit = there.pop(0)
                 try:
                     in_range("land", visit.wait)
+                    visit.wait_for_sends()  # they are as large as what was received
                     heads, found = slice(*self.pieces[piece][self.place]), Tensors()
                     if head_ring:
                         landed = visits[piece].receive(visit)
