@@ -35,6 +35,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,12 @@ class Compiler:
             if _NO_CUDA_CHECK not in os.environ:
                 os.environ[_NO_CUDA_CHECK] = "1"
                 stack.callback(os.environ.pop, _NO_CUDA_CHECK)
+            # The processes inherit a mask: Ctrl-C stops the run after a step, and would print a
+            # traceback of each import. The tracker's start, which Process.start waits for, would
+            # reset the mask.
+            resource_tracker.ensure_running()
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            stack.callback(signal.pthread_sigmask, signal.SIG_SETMASK, before)
             self._process.start()
         others.close()
 
@@ -313,7 +320,6 @@ def _name_mark(
 def _serve(connection: Connection, capability: tuple[int, int], modules: Sequence[str]) -> None:
     """Be the process of a Compiler: import, and do what the first message asks for."""
     os.setpgrp()  # a group, which Compiler ends
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C stops the run after a step
     silent = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silent, 1)
     os.dup2(silent, 2)

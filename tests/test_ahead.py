@@ -4,6 +4,7 @@ changed.
 
 import importlib
 import os
+import signal
 import time
 
 import pytest
@@ -136,6 +137,14 @@ def test_imports_are_shared_and_initialize_no_cuda(folder, monkeypatch):
         assert compile_calls(place, place, steps=note_imports, **options)[0] == 0
     line = f"True (True, (9, 0)) {torch.cuda.is_available()}\n"
     assert (folder / "imports").read_text() == 2 * line
+
+
+def test_an_interrupt_is_for_the_run_alone(folder):
+    """Ctrl-C reaches all processes of a terminal, also one that begins to import."""
+    with ahead.Compiler() as compiler:
+        os.kill(compiler._process.pid, signal.SIGINT)
+        assert compile_calls(str(folder / "calls"), compiler=compiler)[0] == 2
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 def test_processes_that_hang_end_with_their_caller(folder):
