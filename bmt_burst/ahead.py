@@ -127,6 +127,10 @@ class Compiler:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all processes, unless that was done."""
         if self._messages.closed:
             return
         self._messages.close()
@@ -279,6 +283,8 @@ def compile_kernels(
     began, folders = time.monotonic(), tuple(find_folders())
     marks = [folder / _name_mark(steps, arguments, tokens, modules) for folder in folders]
     if all(mark.exists() and mark.stat().st_size for mark in marks):
+        if compiler:
+            compiler.close()  # it may still import, which takes a core
         yield Progress(int(marks[0].read_text()), 0.0, folders)
         return
     free, _ = torch.cuda.mem_get_info()
