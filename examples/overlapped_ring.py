@@ -34,7 +34,8 @@ def forward(ring, q, k, v, mask):
         out = out * (lse - total).exp() + (s - total).exp() @ block[1]
         lse = total
         if arriving is not None:
-            arriving.wait()  # now the old block is sent as well, and its memory may be reused
+            arriving.wait()
+            arriving.wait_for_sends()  # the old block is sent, so its memory may be reused
             block = arriving.memory.view(block.dtype).view(block.shape)
         if held is not None:
             held.release()
