@@ -80,7 +80,8 @@ class Delivery:
 
     def wait_for_sends(self) -> None:
         """Return when what was sent may be overwritten, on CUDA by the current stream's later work.
-        It is no longer kept. Call it after `wait`, where sends take much memory.
+        The delivery no longer keeps it. Call this after `wait`, to use that memory before the
+        release.
         """
 
     def release(self) -> None:

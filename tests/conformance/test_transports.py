@@ -167,6 +167,19 @@ def check_a_rank_delivers_to_itself(ring: Transport) -> None:
         delivery.release()
 
 
+def check_what_was_sent_may_change_after_a_wait_for_it(ring: Transport) -> None:
+    ring.reserve(dict.fromkeys(LANES, 8), CPU)
+    after, before = (ring.rank + 1) % SIZE, (ring.rank - 1) % SIZE
+    for lane in LANES:
+        sent = torch.tensor([ring.rank])
+        delivery = ring.deliver(lane, 8, [Put(sent, after, 0)], [Arrival(before, 0, 8)], CPU)
+        delivery.wait()
+        delivery.wait_for_sends()
+        sent.fill_(-1)
+        assert delivery.memory.view(torch.int64).tolist() == [before]
+        delivery.release()
+
+
 def check_a_lane_holds_its_number_of_deliveries(ring: Transport) -> None:
     ring.reserve(dict.fromkeys(LANES, 8 * (SIZE - 1)), CPU)
     for lane, most in LANES.items():
