@@ -103,6 +103,7 @@ class Compiler:
     modules  modules with other Triton kernels of steps
 
     Forked processes have imported everything, and may use CUDA. Leaving the context ends them all.
+    It also imports the run's script, which must guard its work by `__name__ == "__main__"`.
     """
 
     def __init__(self, *modules: str):
