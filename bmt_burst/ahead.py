@@ -279,7 +279,8 @@ def compile_kernels(
     limit      the most seconds, after which TimeoutError is raised
     compiler   one that was started with these modules, by default a new one. It is ended
 
-    Raises the error of a process, and OSError as `find_folders`. It ends its processes.
+    Raises RuntimeError for an error of a process, and OSError as `find_folders`. It ends its
+    processes.
     """
     began, folders = time.monotonic(), tuple(find_folders())
     marks = [folder / _name_mark(steps, arguments, tokens, modules) for folder in folders]
@@ -363,13 +364,14 @@ def _compile_all(
     jobs: dict[Hashable, Any] = {}
     with multiprocessing.get_context("fork").Pool(processes, _begin, (connection, gpus)) as pool:
         workers = multiprocessing.active_children()
-        noting = [pool.apply_async(_note, (steps, x, tokens)) for x in arguments]
+        noting = [pool.apply_async(_attempt, (_note, steps, x, tokens)) for x in arguments]
         while noting or not all(job.ready() for job in jobs.values()):
             for noted in [x for x in noting if x.ready()]:
                 noting.remove(noted)
                 new = {key: job for key, job in noted.get().items() if key not in jobs}
                 # what takes longest first: FlashAttention-4's backwards, its forwards, Triton's
-                jobs |= {key: pool.apply_async(new[key]) for key in sorted(new, key=str)}
+                for key in sorted(new, key=str):
+                    jobs[key] = pool.apply_async(_attempt, (new[key],))
             for worker in workers:  # a pool would wait for the job of one that was killed
                 if worker.exitcode is not None:
                     raise RuntimeError(f"a process ended with exit code {worker.exitcode}")
@@ -385,6 +387,16 @@ def _begin(connection: Connection, gpus: int) -> None:
     connection.close()  # it ends with the process that forked this one
     if torch.cuda.is_available():
         torch.cuda.set_device(os.getpid() % gpus)
+
+
+def _attempt(job: Callable[..., Any], *arguments: Any) -> Any:
+    """Do a job in a forked process. Raises its errors as RuntimeError: a pool waits forever for an
+    error that cannot be made again from its `args`.
+    """
+    try:
+        return job(*arguments)
+    except Exception as error:
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
 
 def _note(steps: Callable[..., None], arguments: Sequence[Any], tokens: int) -> dict[Hashable, Job]:

@@ -81,6 +81,17 @@ def hang(place):
     time.sleep(600)
 
 
+class CodeError(Exception):
+    """An error that pickle cannot read, as those of some compilers."""
+
+    def __init__(self, name, line):
+        super().__init__(f"{name}, line {line}")
+
+
+def fail(place):
+    raise CodeError("kernel", 3)
+
+
 def compile_calls(*places, steps=call_once, tokens=300, limit=600.0, **options):
     arguments = [(place,) for place in places]
     found = [*ahead.compile_kernels(steps, arguments, tokens, limit=limit, **options)]
@@ -105,6 +116,8 @@ def test_kernels_are_compiled_once(folder):
     assert compile_calls(place, place)[1] > 1
     with pytest.raises(RuntimeError, match="out of memory"):
         compile_calls(None)
+    with pytest.raises(RuntimeError, match="CodeError: kernel, line 3"):
+        compile_calls("nowhere", steps=fail, limit=120.0)
     with pytest.raises(RuntimeError, match="a process ended with exit code 9"):
         compile_calls("killed")
     with pytest.raises(RuntimeError, match="a process ended with exit code -9"):
