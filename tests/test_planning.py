@@ -550,6 +550,8 @@ def test_a_report_has_the_memory_that_a_run_takes(capsys):
     assert asked.step.memory.total < run.step.memory.total
     gib, seconds = run.step.memory.total / GIB, run.seconds.total
     assert f"recommended ({gib:.1f} GiB, {seconds:.2f} s a step)" in out
+    assert "; gathered weights stay for the backward\n" in out
+    assert "a step of 4,096 tokens, where gathered weights do not stay:\n" in out
 
 
 def test_the_command_starts_a_rank_for_each_gpu():

@@ -74,6 +74,7 @@ def _describe_run(planned: Planned) -> str:
             f"step, each over {counted(config.sp_size, 'rank')}, {groups} data parallel",
             *chunks,
             "saving " + (" ".join(saving_flags(within_chunk)) or "everything"),
+            *["gathered weights stay for the backward"] * planned.keeps_weights,
         )
     )
 
@@ -144,7 +145,9 @@ def table(planned: Planned, recommended: Planned) -> str:
         gib = [f"{x / GIB:.1f}" for x in (other.step.memory.total, other.step.memory.host)]
         rows.append((name, f"{find_longest(other):,}", *gib, *speed))
     first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
-    lines = [f"longest sequence, and a step of {counted(planned.config.seq_len, 'token')}:"]
+    without = ", where gathered weights do not stay" * recommended.keeps_weights
+    tokens = counted(planned.config.seq_len, "token")
+    lines = [f"longest sequence, and a step of {tokens}{without}:"]
     for name, *cells in rows:
         right = [cell.rjust(width) for cell, width in zip(cells, others, strict=True)]
         lines.append("  ".join([name.ljust(first), *right]).rstrip())
