@@ -41,7 +41,7 @@ from train.loop.trainer import Trainer
 from train.planning.dry_run import advise, dry_run, fit_memory
 from train.planning.warming import MODULES, warm
 from train.run import ending
-from train.run.distributed import init_distributed
+from train.run.distributed import choose_device, init_distributed
 from train.run.launch import launch
 from train.run.output_folder import check_room
 from train.run.replacement import replace_process
@@ -73,15 +73,15 @@ def _run_rank(
 ) -> None:
     """Train on this rank. After a stage that is not the last, replace this process."""
     watchdog.alive("waiting for the other ranks to join")
-    device = init_distributed(config, stages.shared if stages else None)
-    later: list[TrainConfig] = []
-    if stages:
-        stages.check(device)
-        watchdog.program = f"pretrain.py: stage {stages.current.name}"
-        later = [stage.config for stage in stages.later]
-    # on one rank of each host with GPUs. It imports while this process opens the data
+    device, later = choose_device(config.device), list[TrainConfig]()
+    # on one rank of each host with GPUs. It imports while this process joins and opens the data
     starting = ahead.Compiler(*MODULES) if device.index == 0 else nullcontext()
     with starting as compiler:
+        init_distributed(config, stages.shared if stages else None)
+        if stages:
+            stages.check(device)
+            watchdog.program = f"pretrain.py: stage {stages.current.name}"
+            later = [stage.config for stage in stages.later]
         compiling = partial(warm, compiler=compiler)
         trainer = Trainer(config, device, stop, watchdog, fit_memory, compiling)
     check_room(trainer.engine, trainer.progress.step, config, *later)
