@@ -35,7 +35,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
-from multiprocessing import resource_tracker
+from multiprocessing import resource_tracker, util
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -123,6 +123,8 @@ class Compiler:
             stack.callback(signal.pthread_sigmask, signal.SIG_SETMASK, before)
             self._process.start()
         others.close()
+        # an interpreter that ends would otherwise wait for the process
+        self._end = util.Finalize(self, _end, (self._messages, self._process), exitpriority=1)
 
     def __enter__(self) -> Compiler:
         return self
@@ -132,14 +134,7 @@ class Compiler:
 
     def close(self) -> None:
         """End all processes, unless that was done."""
-        if self._messages.closed:
-            return
-        self._messages.close()
-        assert self._process.pid is not None, "it was started"
-        with contextlib.suppress(ProcessLookupError):  # without a group, it has forked nothing
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.kill()
-        self._process.join()
+        self._end()
 
     def compile(self, *request: Any) -> Iterator[int]:
         """Do what `_compile_all` does with a request. Yield the number of kernels known so far."""
@@ -325,6 +320,16 @@ def _name_mark(
     return f"bmt_burst-{found.hexdigest()[:16]}"
 
 
+def _end(connection: Connection, process: multiprocessing.process.BaseProcess) -> None:
+    """End the process of a Compiler, and those that it forked."""
+    connection.close()
+    assert process.pid is not None, "it was started"
+    with contextlib.suppress(ProcessLookupError):  # without a group, it has forked nothing
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
+    process.join()
+
+
 def _serve(connection: Connection, capability: tuple[int, int], modules: Sequence[str]) -> None:
     """Be the process of a Compiler: import, and do what the first message asks for."""
     os.setpgrp()  # a group, which Compiler ends
@@ -345,7 +350,7 @@ def _serve(connection: Connection, capability: tuple[int, int], modules: Sequenc
     except EOFError:  # the run found all kernels on disk, or ended
         return
     try:
-        connection.send((_compile_all(connection, *request), True))
+        _compile_all(connection, *request)
     except Exception as error:  # noqa: BLE001 - raised in the process of the run
         connection.send(error)
 
@@ -357,29 +362,31 @@ def _compile_all(
     steps: Callable[..., None],
     arguments: Sequence[tuple[Any, ...]],
     tokens: int,
-) -> int:
+) -> None:
     """Compile the kernels of steps in forked processes. Send (the number known so far, False) again
-    and again, which fails if the run has ended. Return the number.
+    and again, which fails if the run has ended, and (the number, True) at the end.
+
+    The run ends the pool, since a pool whose process was killed may wait for ever.
     """
     jobs: dict[Hashable, Any] = {}
-    with multiprocessing.get_context("fork").Pool(processes, _begin, (connection, gpus)) as pool:
-        workers = multiprocessing.active_children()
-        noting = [pool.apply_async(_attempt, (_note, steps, x, tokens)) for x in arguments]
-        while noting or not all(job.ready() for job in jobs.values()):
-            for noted in [x for x in noting if x.ready()]:
-                noting.remove(noted)
-                new = {key: job for key, job in noted.get().items() if key not in jobs}
-                # what takes longest first: FlashAttention-4's backwards, its forwards, Triton's
-                for key in sorted(new, key=str):
-                    jobs[key] = pool.apply_async(_attempt, (new[key],))
-            for worker in workers:  # a pool would wait for the job of one that was killed
-                if worker.exitcode is not None:
-                    raise RuntimeError(f"a process ended with exit code {worker.exitcode}")
-            connection.send((len(jobs), False))
-            time.sleep(_POLL_SECONDS)
-        for job in jobs.values():
-            job.get()
-    return len(jobs)
+    pool = multiprocessing.get_context("fork").Pool(processes, _begin, (connection, gpus))
+    workers = multiprocessing.active_children()
+    noting = [pool.apply_async(_attempt, (_note, steps, x, tokens)) for x in arguments]
+    while noting or not all(job.ready() for job in jobs.values()):
+        for noted in [x for x in noting if x.ready()]:
+            noting.remove(noted)
+            new = {key: job for key, job in noted.get().items() if key not in jobs}
+            # what takes longest first: FlashAttention-4's backwards, its forwards, Triton's
+            for key in sorted(new, key=str):
+                jobs[key] = pool.apply_async(_attempt, (new[key],))
+        for worker in workers:  # a pool would wait for the job of one that was killed
+            if worker.exitcode is not None:
+                raise RuntimeError(f"a process ended with exit code {worker.exitcode}")
+        connection.send((len(jobs), False))
+        time.sleep(_POLL_SECONDS)
+    for job in jobs.values():
+        job.get()
+    connection.send((len(jobs), True))
 
 
 def _begin(connection: Connection, gpus: int) -> None:

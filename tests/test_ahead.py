@@ -5,7 +5,10 @@ changed.
 import importlib
 import os
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -73,6 +76,15 @@ def kill_parent(place):
     time.sleep(600)
 
 
+def kill_idle(place):
+    """Steps that end the other processes of the pool, which wait for a job."""
+    parent = os.getppid()
+    children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    for child in {*map(int, children)} - {os.getpid()}:
+        os.kill(child, 9)
+    time.sleep(600)
+
+
 def hang(place):
     """Steps that do not end, of a process that is noted."""
     with open(f"{place}.new", "w") as file:
@@ -127,6 +139,20 @@ def test_kernels_are_compiled_once(folder):
         patch.setenv("TRITON_CACHE_DIR", str(folder / "file" / "triton"))
         with pytest.raises(NotADirectoryError):
             compile_calls(place)
+
+
+def test_an_idle_process_that_is_killed_is_told(folder, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (8 << 30, 0))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    with pytest.raises(RuntimeError, match="a process ended with exit code -9"):
+        compile_calls("idle", steps=kill_idle, limit=60.0)
+
+
+def test_a_program_ends_that_forgot_its_compiler():
+    fake = "import torch; torch.cuda.get_device_capability = lambda: (9, 0); "
+    code = fake + "from bmt_burst import ahead; compiler = ahead.Compiler(); print('end')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=100)
+    assert (done.returncode, done.stdout) == (0, b"end\n"), done.stderr
 
 
 def test_a_mark_depends_on_all_files_of_a_package(folder, monkeypatch):

@@ -16,7 +16,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 
@@ -74,8 +74,10 @@ def _run_rank(
     """Train on this rank. After a stage that is not the last, replace this process."""
     watchdog.alive("waiting for the other ranks to join")
     device, later = choose_device(config.device), list[TrainConfig]()
-    # on one rank of each host with GPUs. It imports while this process joins and opens the data
-    starting = ahead.Compiler(*MODULES) if device.index == 0 else nullcontext()
+    starting: AbstractContextManager[ahead.Compiler | None] = nullcontext()
+    if device.index == 0:  # it imports while this process joins the others and opens the data
+        with suppress(OSError):  # `warm` tries again, and tells the reason
+            starting = ahead.Compiler(*MODULES)
     with starting as compiler:
         init_distributed(config, stages.shared if stages else None)
         if stages:
