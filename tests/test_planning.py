@@ -551,7 +551,7 @@ def test_a_report_has_the_memory_that_a_run_takes(capsys):
     gib, seconds = run.step.memory.total / GIB, run.seconds.total
     assert f"recommended ({gib:.1f} GiB, {seconds:.2f} s a step)" in out
     assert "; gathered weights stay for the backward\n" in out
-    assert "a step of 4,096 tokens, where gathered weights do not stay:\n" in out
+    assert "a step of 4,096 tokens, if no gathered weights stay:\n" in out
 
 
 def test_the_command_starts_a_rank_for_each_gpu():

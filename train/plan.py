@@ -111,8 +111,7 @@ def _report(given: dict[str, Any], cluster: Cluster, budget: Budget) -> Iterator
     if budget.tokens is not None:
         steps = math.ceil(budget.tokens / (config.batch_size * planned.config.seq_len))
         planned = with_options(planned, steps=steps)
-    found = recommend(planned)
-    found = found and as_run(found)
+    found = (best := recommend(planned)) and as_run(best)
     yield describe(found or planned, budget)
     yield f"\n{table(planned, found or planned)}"
     yield f"\n{advice(planned, found)}"

@@ -23,8 +23,10 @@ def describe_assumptions(planned: Planned, tokens: float | None) -> Iterator[str
     yield from _compare_within_hosts(planned, tokens)
     if (chunk := planned.config.tokens_of_chunk) is not None:
         found = recommend(with_options(planned, chunk=None))
-        other = f"with --chunk {found.config.chunk}" if found and found.config.chunk else None
-        yield f"chunks of {chunk:,} tokens; {_compare(planned, found, other or 'without', tokens)}"
+        other = found and found.config.chunk
+        named = f"with --chunk {other}" if other else "without"
+        comparison = "as recommended" if other == chunk else _compare(planned, found, named, tokens)
+        yield f"chunks of {chunk:,} tokens; {comparison}"
 
 
 def _describe_attention(planned: Planned, tokens: float | None) -> str:
@@ -36,7 +38,7 @@ def _describe_attention(planned: Planned, tokens: float | None) -> str:
         return f"dense; InfLLM-V2 is for {model.infllm.dense_len:,} tokens and more"
     if model.infllm is not None:
         kind, other = "sparse (InfLLM-V2)", {"dense_len": config.seq_len + 1}
-    elif config.model in _SPARSE_RELEASES and not config.init_from:
+    elif config.model in _SPARSE_RELEASES and not config.init_from and config.window is None:
         kind, other = "dense", {}
     else:
         return "dense"

@@ -145,9 +145,8 @@ def table(planned: Planned, recommended: Planned) -> str:
         gib = [f"{x / GIB:.1f}" for x in (other.step.memory.total, other.step.memory.host)]
         rows.append((name, f"{find_longest(other):,}", *gib, *speed))
     first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
-    without = ", where gathered weights do not stay" * recommended.keeps_weights
     tokens = counted(planned.config.seq_len, "token")
-    lines = [f"longest sequence, and a step of {tokens}{without}:"]
+    lines = [f"longest sequence, and a step of {tokens}, if no gathered weights stay:"]
     for name, *cells in rows:
         right = [cell.rjust(width) for cell, width in zip(cells, others, strict=True)]
         lines.append("  ".join([name.ljust(first), *right]).rstrip())

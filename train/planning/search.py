@@ -101,13 +101,13 @@ class Planned:
 
     @property
     def received(self) -> float:
-        """The bytes that a host receives from others in a step: of weights, which are gathered
-        twice, of gradients to reduce and, if hosts share a sequence, of keys as in the double ring.
+        """The bytes that a host receives from others in a step: of weights, twice unless they stay,
+        of gradients to reduce and, if hosts share a sequence, of keys as in the double ring.
         """
         step, hosts = self.step, self.cluster.hosts
         itemsize = DTYPES[self.config.dtype].itemsize
-        of_parameter = 2 * itemsize + max(_GRADIENT_BYTES[self.engine], itemsize)
-        weights = step.chunks * self.model.num_parameters * of_parameter
+        gathers, gradient = 2 - self.keeps_weights, max(_GRADIENT_BYTES[self.engine], itemsize)
+        weights = step.chunks * self.model.num_parameters * (gathers * itemsize + gradient)
         keys = sum(count * count_keys(run, step.chunks) for run, count in step.attention.items())
         sharing = -(-self.config.sp_size // self.cluster.of_host)
         received = weights * (hosts - 1) / hosts + keys * (sharing - 1) / sharing
