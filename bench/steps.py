@@ -1,6 +1,6 @@
 r"""Measures whole training steps of several runs in one group of processes, to compare checkouts.
 
-    torchrun --nproc-per-node 2 bench/steps.py --tree . --engine torch --output steps.jsonl \
+    torchrun --nproc-per-node 2 bench/steps.py --commit NAME --engine torch --output steps.jsonl \
         'dense=--model minicpm4-8b --seq-len 32768 --sp-size 2 --data data/corpus/train --steps 7' \
         'sparse=--model minicpm4-8b --seq-len 32768 --sp-size 2 --sparse {} ...'
 

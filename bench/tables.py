@@ -183,14 +183,16 @@ def strategies_table(rows: list[Row]) -> str:
 
     Without rows of USP it is empty.
     """
-    found = sorted(measured(rows), key=lambda row: (row["mask"], row["seq_len"]))
+    found = [row for row in measured(rows) if row["batch"] == 1]
+    found.sort(key=lambda row: (row["mask"], row["seq_len"]))
     if not any(row["impl"] == "usp" for row in found):
         return ""
-    several = len({heads(row) for row in found}) > 1
+    shapes = {heads(row) for row in found}, {row["gpus"] for row in found}
 
     def column(row: Row) -> str:
-        case = f"{row['mask']}, {tokens(row['seq_len'] // row['gpus'])}"
-        return f"{case}, {heads(row)} heads" if several else case
+        of_heads = f"{heads(row)} heads", f"{row['gpus']} GPUs"
+        more = [fact for fact, each in zip(of_heads, shapes, strict=True) if len(each) > 1]
+        return ", ".join([row["mask"], tokens(row["seq_len"] // row["gpus"]), *more])
 
     return _crossed(rows, found, "tokens of a GPU", column)
 
