@@ -561,15 +561,12 @@ def test_whole_steps_of_two_checkouts(tmp_path):
     assert line.startswith("| two | 4 | 1 x 2 | - | ")
 
 
+STEPS = {"kind": "steps", "model": "cpm", "engine": "torch", "fp8": False, "sparse": None}
+
+
 def test_steps_over_documents_are_means_after_the_warm_up():
-    row = {"kind": "steps", "case": "sp2", "layers": 4, "gpus": 4, "sp": 2, "engine": "torch"}
-    row |= {
-        "fp8": False,
-        "mask": "documents",
-        "micro_batch_size": 1,
-        "batch_size": 4,
-        "seq_len": 300,
-    }
+    row = STEPS | {"case": "sp2", "layers": 4, "gpus": 4, "sp": 2, "mask": "documents"}
+    row |= {"micro_batch_size": 1, "batch_size": 4, "seq_len": 300}
     row |= {"warm_up": 1, "steps_s": [9.0, 1.0, 2.0], "balances": [4.0, 1.25, 1.5]}
     assert other_tables.mixed_table([row]).splitlines()[2:] == [
         "| sp2 | 4 | 2 x 2 | 1 | 1.5 | 1, 2 | 1.25, 1.5 | 800 | - |"
@@ -581,17 +578,11 @@ def test_each_step_is_in_one_table():
     """A step with --fp8 belongs to the run of its engine, and steps of a sequence with and without
     chunks to a table of all.
     """
-    facts = {"kind": "steps", "model": "cpm", "layers": 2, "gpus": 1, "seq_len": 4096}
-    facts["sparse"] = None
-    measured = (
-        ("4k", "torch", False, 0.3),
-        ("4k-fp8", "torch", True, 0.2),
-        ("4k", "bmtrain", False, 0.6),
-    )
+    dense = STEPS | {"case": "4k", "layers": 2, "gpus": 1, "seq_len": 4096}
     rows = [
-        {**facts, "case": case, "engine": engine, "fp8": fp8, "step_s": seconds}
-        | {"tokens_per_s": 4096 / seconds}
-        for case, engine, fp8, seconds in measured
+        dense | {"step_s": 0.3, "tokens_per_s": 4096 / 0.3},
+        dense | {"case": "4k-fp8", "fp8": True, "step_s": 0.2, "tokens_per_s": 4096 / 0.2},
+        dense | {"engine": "bmtrain", "step_s": 0.6, "tokens_per_s": 4096 / 0.6},
     ]
     assert other_tables.fp8_table(rows).splitlines()[2:] == [
         "| 4k | 0.3 | 0.2 | 1.50 x | 20480 | - | - |"
