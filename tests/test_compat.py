@@ -18,6 +18,7 @@ from bmt_burst.compat.ring_flash_attn import substitute_hf_flash_attn, update_ri
 from tests.cases import random_qkv
 from tests.launcher import run_in_turn
 from tests.reference import attention_errors, dense_results, relative_error
+from tests.test_transformers import SIZES
 
 TAIL = (
     "dropout_p=0.0 softmax_scale=None causal=False window_size=(-1,-1) alibi_slopes=None "
@@ -329,17 +330,7 @@ def made():
     ask for it.
     """
     torch.manual_seed(0)
-    config = MistralConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        sliding_window=4,
-        initializer_range=0.2,  # so that attention is far from a mean
-        attn_implementation="eager",
-    )
+    config = MistralConfig(**SIZES, sliding_window=4, attn_implementation="eager")
     return MistralForCausalLM(config)
 
 

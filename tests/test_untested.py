@@ -17,21 +17,14 @@ from bmt_burst.adapters.transformers import attention, enable, supported, untest
 from bmt_burst.adapters.transformers.supported import find_target
 from bmt_burst.adapters.transformers.untested import compare_with_plain
 from bmt_burst.ranks.sequence_parallel import WholeSequence
+from tests import test_transformers
 from tests.launcher import run_ranks
 from tests.reference import relative_error
 from tests.rings import on_ranks
 
 OPTIONS = {"flash": "auto", "deterministic": False, "strategy": "auto"}
-SIZES = {
-    "vocab_size": 160,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "pad_token_id": 150,
-}
+SIZES = test_transformers.SIZES | {"vocab_size": 160, "num_hidden_layers": 4, "pad_token_id": 150}
+del SIZES["initializer_range"]
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
 EXPERTS["moe_intermediate_size"] = 40
 MLA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8}

@@ -27,24 +27,14 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset, IterableDataset
 
 from bmt_burst.adapters.transformers import sequence_parallel
+from tests import test_transformers
 from tests.launcher import GPUS
 
 # accelerate asks for it hundreds of times in a run, and each time Python reads the file again.
 importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)
 
 PAGE = Path(__file__).parents[1] / "docs/trainers.md"
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "initializer_range": 0.2,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+SIZES = test_transformers.SIZES | {"num_hidden_layers": 1, "bos_token_id": 1, "eos_token_id": 2}
 
 
 def begin(rank: int) -> None:
