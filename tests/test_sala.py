@@ -56,6 +56,9 @@ SMALL = CPMConfig(
     mixers=("attention", "lightning", "lightning", "attention", "lightning"),
 )  # fmt: skip
 BORDERS = (0, 1, 30, 57, 90)
+# released fields that change no result
+NO_MATTER = {"auto_map", "attention_dropout", "bos_token_id", "eos_token_id", "pad_token_id"}
+NO_MATTER |= {"shift_labels", "torch_dtype", "use_cache", "rope_scaling"}
 TOKENS = torch.randint(320, (1, 90), generator=torch.Generator().manual_seed(7))
 
 
@@ -276,9 +279,7 @@ def test_a_released_config_is_read_and_written():
     preset = PRESETS["minicpm-sala"]
     assert dataclasses.replace(config, max_position_embeddings=None) == preset
     written = config_to_hf(config)
-    no_matter = {"auto_map", "attention_dropout", "bos_token_id", "eos_token_id", "pad_token_id"}
-    no_matter |= {"shift_labels", "torch_dtype", "use_cache", "rope_scaling"}
-    assert {**sala.RELEASED, **written} == {**written, **{n: sala.RELEASED[n] for n in no_matter}}
+    assert {**sala.RELEASED, **written} == {**written, **{n: sala.RELEASED[n] for n in NO_MATTER}}
     assert config_from_hf(written) == config
     others = ["lightning" if layer % 2 else "lightning_attn" for layer in range(32)]
     aliases = config_from_hf(sala.RELEASED | {"mixer_types": others})
@@ -618,10 +619,8 @@ def test_a_folder_is_trained_exported_and_read_again(alone, tmp_path, capsys):
     export_main(["--run", str(tmp_path / "run"), "--output", str(tmp_path / "exported")])
     assert "no modelling file is written" in capsys.readouterr().out
     written = read_folder(tmp_path / "exported")
-    no_matter = {"auto_map", "attention_dropout", "bos_token_id", "eos_token_id", "pad_token_id"}
-    no_matter |= {"shift_labels", "torch_dtype", "use_cache", "rope_scaling"}
-    assert {n: written[n] for n in sala.SMALL.keys() - no_matter} == {
-        n: value for n, value in sala.SMALL.items() if n not in no_matter
+    assert {n: written[n] for n in sala.SMALL.keys() - NO_MATTER} == {
+        n: value for n, value in sala.SMALL.items() if n not in NO_MATTER
     }
     trained = load_model(tmp_path / "run")
     again = load_cpm(tmp_path / "exported")

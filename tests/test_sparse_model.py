@@ -8,13 +8,14 @@ import dataclasses
 import pytest
 import torch
 
-from bmt_burst import InfLLMV2, Layout, Mask, shift_labels, simulate
+from bmt_burst import InfLLMV2, Layout, Mask, simulate
 from bmt_burst.ranks.sequence_parallel import SequenceParallel
 from models.blocks import Saving
 from models.config import PRESETS, CPMConfig
 from models.cpm import CPM
 from models.hf_config import config_from_hf, config_to_hf
 from tests.sparse import RELEASED, llama_config, record_choices
+from tests.test_sala import loss_and_gradients
 from tests.test_sparse import SMALL
 from train.data.batches import sparse_keys
 from train.loop.measure import step_flops
@@ -76,17 +77,6 @@ def test_other_sparse_configs_are_refused(given, message):
         dataclasses.replace(TINY, window=8)
 
 
-def loss_and_norm(model: CPM, sp: SequenceParallel, layout: Layout, tokens, cu_seqlens):
-    """Return this rank's sum of losses and its gradients."""
-    model = copy.deepcopy(model)
-    model.attach(sp)
-    mask = Mask.documents(cu_seqlens)
-    labels = shift_labels(tokens, mask=mask)
-    mine = [layout.shard(x, sp.rank) for x in (tokens, labels, mask.positions().unsqueeze(0))]
-    loss, _ = model(mine[0], mine[2], mine[1], mask=mask, layout=layout)
-    return loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))
-
-
 @pytest.mark.parametrize(
     ("saving", "use_nope"),
     [
@@ -104,15 +94,15 @@ def test_loss_and_gradients_do_not_depend_on_the_ranks(saving, use_nope, monkeyp
     model = CPM(config, saving=saving).double()
     for name, weight in model.named_parameters():
         model.init_parameter(name, weight.data, torch.default_generator)
-    tokens, cu_seqlens = torch.randint(40, (1, 90)), (0, 20, 90)
-    exact = loss_and_norm(model, SequenceParallel(), Layout.zigzag(90, 1), tokens, cu_seqlens)
+    row = (0, 20, 90), torch.randint(40, (1, 90))
+    exact = loss_and_gradients(model, SequenceParallel(), Layout.zigzag(90, 1), *row)
     chosen = record_choices(monkeypatch)
     for size, name in ((2, "zigzag"), (3, "striped")):
         layout = Layout.named(name, 90, size)
 
         def work(ring, size=size, layout=layout):
             sp = SequenceParallel(ring.rank, size, process_group=ring)
-            return loss_and_norm(model, sp, layout, tokens, cu_seqlens)
+            return loss_and_gradients(model, sp, layout, *row)
 
         chosen.clear()
         for mine, expected in zip(
