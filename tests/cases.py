@@ -129,18 +129,12 @@ def random_bias(
         group += 1
     q, kv = (_some_tokens(chance, count, tokens) for count in (call.q_tokens, call.kv_tokens))
     generator = torch.Generator().manual_seed(seed)
-    segments = SegmentIds(
-        **{
-            f"q_{name}": torch.tensor([fields[t][i] for t in q], dtype=torch.int32)
-            for name, i in _Q_FIELDS.items()
-        },
-        **{
-            f"kv_{name}": torch.tensor([fields[t][i] for t in kv], dtype=torch.int32)
-            for name, i in _KV_FIELDS.items()
-        },
-        pairs=torch.tensor(pairs, dtype=torch.int32),
-        other=chance.randrange(rows),
-    )
+    q_group, q_base, _ = torch.tensor([fields[t] for t in q], dtype=torch.int32).T.contiguous()
+    kv_group, _, kv_segment = torch.tensor(
+        [fields[t] for t in kv], dtype=torch.int32
+    ).T.contiguous()
+    pairs = torch.tensor(pairs, dtype=torch.int32)
+    segments = SegmentIds(q_group, q_base, kv_group, kv_segment, pairs, chance.randrange(rows))
     return CallBias(
         table=torch.randn(rows, heads, dtype=torch.float64, generator=generator).to(dtype),
         q_position=torch.tensor(q, dtype=torch.int32),
@@ -169,9 +163,6 @@ def moved(bias: CallBias, device: str) -> CallBias:
 
 def _on(fields: object, device: str) -> dict[str, Tensor]:
     return {name: x.to(device) for name, x in vars(fields).items() if isinstance(x, Tensor)}
-
-
-_Q_FIELDS, _KV_FIELDS = {"group": 0, "base": 1}, {"group": 0, "segment": 2}
 
 
 def _some_tokens(chance: random.Random, count: int, tokens: int) -> list[int]:

@@ -170,28 +170,14 @@ def problem(mask: Mask, layout: Layout, inner: int | None = None, **changes) -> 
 
     `changes` are fields of Problem or of Sizes, or `scores` for a scoring.
     """
-    sizes = {
-        "batch": 1,
-        "heads": 2,
-        "kv_heads": 1,
-        "head_size": 8,
-        "dtype": torch.float32,
-        "partial": torch.float32,
-    }
+    sizes = {"batch": 1, "heads": 2, "kv_heads": 1, "head_size": 8}
+    sizes |= {"dtype": torch.float32, "partial": torch.float32}
     sizes = Sizes(**{name: changes.pop(name, default) for name, default in sizes.items()})
     if scores := changes.pop("scores", None):
         changes["scoring"] = TableScoring(scores, bias_kernels.load("reference"))
     inner = inner or layout.size
     ranks = {"inner": inner, "outer": layout.size // inner}
-    return Problem(
-        mask=mask,
-        layout=layout,
-        spec=Spec(0.3),
-        kernel=load("cpu"),
-        sizes=sizes,
-        **ranks,
-        **changes,
-    )
+    return Problem(mask, layout, Spec(0.3), load("cpu"), sizes, **ranks, **changes)
 
 
 def on_ranks(size: int, work: Callable[[SequenceParallel], Any]) -> list:
