@@ -292,6 +292,15 @@ def check_ranks_go_on_while_one_fails(ring: Transport) -> None:
 OF_PROCESSES = {name: check for name, check in checks_above().items() if name not in CHECKS}
 
 
+def find_failure(work: Callable[[], object]) -> str:
+    """Return the traceback of a check that failed, or "" if it passed."""
+    try:
+        work()
+    except (Exception, pytest.fail.Exception):  # noqa: BLE001 - whatever it is, it failed
+        return traceback.format_exc()
+    return ""
+
+
 def run_simulated(
     kind: type[SimulatedRing] | type[SimulatedMessenger] = SimulatedRing,
 ) -> dict[str, str]:
@@ -304,11 +313,7 @@ def run_simulated(
             part.__class__ = kind
             check(ring)
 
-        try:
-            simulate(SIZE, work)
-            found[name] = ""
-        except (Exception, pytest.fail.Exception):  # noqa: BLE001 - whatever it is, it failed
-            found[name] = traceback.format_exc()
+        found[name] = find_failure(functools.partial(simulate, SIZE, work))
     return found
 
 
@@ -319,11 +324,7 @@ def run_gloo_rank(rank: int) -> dict[str, str]:
         ring = TorchTransport(group)
         ring.messenger.gather(b"connected")
         ring.set_timeout(60.0)
-        try:
-            check(ring)
-            found[name] = ""
-        except (Exception, pytest.fail.Exception):  # noqa: BLE001 - whatever it is, it failed
-            found[name] = traceback.format_exc()
+        found[name] = find_failure(functools.partial(check, ring))
         dist.barrier()
     return found
 
