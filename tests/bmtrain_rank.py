@@ -62,15 +62,10 @@ def curve(engine, sp, chunk: int | None = None) -> list[float]:
         for row in range(2):
             chunks = Chunks(Mask.causal(41), chunk or 41, SHAPE.num_layers, sp)
             at = chunks.layout
-            part = (
-                at.shard(tokens[row : row + 1], sp.rank),
-                at.positions(sp.rank),
-                at.shard(labels[row : row + 1], sp.rank),
-            )
             batch = MicroBatch(
-                tokens=part[0],
-                positions=part[1],
-                labels=part[2],
+                tokens=at.shard(tokens[row : row + 1], sp.rank),
+                positions=at.positions(sp.rank),
+                labels=at.shard(labels[row : row + 1], sp.rank),
                 work=(),
                 masks=None,
                 layouts=at,

@@ -216,9 +216,8 @@ def biased_calls(sp, name: str, lengths: torch.Tensor) -> dict[str, tuple[int, d
         },
     }
     if name.startswith("CPM3"):
-        whole["context of spans"]["position_ids"] = whole["context of spans"][
-            "position_ids"
-        ].expand(1, TOKENS)
+        spans = whole["context of spans"]
+        spans["position_ids"] = spans["position_ids"].expand(1, TOKENS)
         segments = torch.stack((at // 7 % 3, at // 20 + 1, 4 * at // TOKENS))
         whole["segments"] = {
             "length": lengths,

@@ -40,17 +40,8 @@ from tests.refusals import TRANSFORMS, refusal, refusal_of_rank, transform
 from tests.rings import CPU_KERNELS
 
 
-def qkv(**changes):
-    arguments = {
-        "batch": 1,
-        "tokens": 6,
-        "heads": 4,
-        "kv_heads": 2,
-        "head_size": 8,
-        "dtype": torch.float32,
-        **changes,
-    }
-    return random_qkv(**arguments)[:3]
+def qkv(batch=1, tokens=6, heads=4, kv_heads=2, head_size=8, dtype=torch.float32):
+    return random_qkv(batch, tokens, heads, kv_heads, head_size, dtype)[:3]
 
 
 @pytest.mark.parametrize("size", [1, 3])

@@ -93,7 +93,6 @@ def state_of(source: Path, tokenizer, **data) -> dict:
     return json.loads(json.dumps({"beside": read_beside(source, foreign), "data": data}))
 
 
-@pytest.mark.usefixtures("modules_in_a_folder")
 def test_an_export_has_the_other_files_of_the_first_weights(source, tmp_path, alone, capsys):
     """Also if the folder is gone since, after a second stage, and from export to export."""
     tokenizer = tokenizer_in(tmp_path / "mine")

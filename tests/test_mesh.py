@@ -10,14 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from bmt_burst import (
-    Layout,
-    Mask,
-    SequenceParallel,
-    burst_attn_func,
-    init_sequence_parallel,
-    nn,
-)
+from bmt_burst import Layout, Mask, SequenceParallel, burst_attn_func, init_sequence_parallel, nn
 from bmt_burst.ranks.sequence_parallel import DetachedGroups
 from tests.cases import random_qkv
 from tests.launcher import run_in_turn

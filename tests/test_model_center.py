@@ -37,10 +37,7 @@ FEW = ["lengths", "documents of rows", "context", "segments"]
 SOME = dict.fromkeys(("GPTj", "GPT2", "OPT", "Roberta"), ("documents of rows",))
 SOME |= {"Bert": ("padding", "documents of rows"), "CPM1": ("lengths", "context of spans")}
 # by the number of ranks: which are compared, in which calls; None: in all that are meant for it
-MODELS = {
-    1: {"CPM1": FEW, "CPM3": FEW},
-    2: dict.fromkeys(model_center_rank.CONFIGS) | SOME,
-}
+MODELS = {1: {"CPM1": FEW, "CPM3": FEW}, 2: dict.fromkeys(model_center_rank.CONFIGS) | SOME}
 ROUNDING = 1e-5, 1e-5  # of fp32, through two layers
 RUNS = {  # what ranks do, in one process each
     1: [["equality", "float32", MODELS[1], *ROUNDING], ["example", "before"], ["weights"]],

@@ -216,7 +216,6 @@ def test_packed_and_varlen_functions_are_sparse_too():
     ("options", "message"),
     [
         ({"sparse": 3}, "sparse must be an Extension, such as InfLLMV2(), got int"),
-        ({"sparse": BY_OTHERS}, "choose_by together with use_nope"),
         ({"choose_by": (torch.ones(1), torch.ones(1))}, "expected queries of choose_by of shape"),
         ({"choose_by": torch.ones(1)}, "choose_by must be a pair of queries and keys, got Tensor"),
         (

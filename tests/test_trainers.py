@@ -30,7 +30,7 @@ from bmt_burst import init_sequence_parallel
 from bmt_burst.adapters.transformers import enable, requests, sequence_parallel
 from bmt_burst.adapters.transformers import plain as as_plain
 from bmt_burst.errors import RanksDisagree
-from tests.launcher import GPUS, run_ranks
+from tests.launcher import GPUS, run_in_turn, run_ranks
 from tests.trainers import (
     PAGE,
     PassOn,
@@ -514,10 +514,5 @@ def call_beside(rank: int) -> None:
     assert float(sp.sum(torch.ones(()))) == 2
 
 
-def use_and_call(rank: int) -> None:
-    use_again(rank)
-    call_beside(rank)
-
-
 def test_a_model_may_have_several_trainers_and_losses_that_pass_on():
-    run_ranks(2, use_and_call)
+    run_in_turn(2, use_again, call_beside)
