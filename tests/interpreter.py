@@ -6,7 +6,6 @@ None of them changes what an operation computes or refuses.
 
 from dataclasses import replace
 
-import numpy as np
 import triton.language as tl
 
 
@@ -16,9 +15,7 @@ def speed_up(interpreter) -> None:
     _spare_work(interpreter)
     _share_types(tl.core)
     _remember_pairs_of_types(type(interpreter.interpreter_semantic))
-    _compare_names(tl.core.dtype)
     _call_directly(interpreter)
-    _reduce_at_once(interpreter.ReduceOps)
     _read_integers(interpreter)
 
 
@@ -142,12 +139,6 @@ def _remember_pairs_of_types(semantic) -> None:
     semantic.computation_type_impl = compute_once
 
 
-def _compare_names(dtype) -> None:
-    """Compare two dtypes as Triton does, but for what it does to a constant."""
-    equal = dtype.__eq__
-    dtype.__eq__ = lambda self, other: self is other or equal(self, other)
-
-
 def _call_directly(interpreter) -> None:
     """Pass an operation its arguments as they are."""
     semantic = interpreter.interpreter_semantic
@@ -162,20 +153,6 @@ def _call_directly(interpreter) -> None:
         scope.set_attr(obj, name, call)
 
     interpreter._patch_attr = patch
-
-
-def _reduce_at_once(reduce_ops) -> None:
-    """Let numpy reduce by exclusive or, as sorting does, which is a Python loop otherwise."""
-    apply = reduce_ops.apply_impl
-
-    def apply_impl(self, blocks):
-        if self.combine_fn is not tl.standard._xor_combine or self.axis is None:
-            return apply(self, blocks)
-        (block,) = blocks
-        data = np.bitwise_xor.reduce(block.handle.data, axis=self.axis, keepdims=self.keep_dims)
-        return (self.to_tensor(data, block.dtype),)
-
-    reduce_ops.apply_impl = apply_impl
 
 
 def _read_integers(interpreter) -> None:
