@@ -14,15 +14,7 @@ from train.run.distributed import choose_engine
 from train.settings.config import TrainConfig
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
-SMALL = CPMConfig(
-    vocab_size=64,
-    hidden_size=64,
-    intermediate_size=128,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=1,
-    head_dim=16,
-)
+SMALL = CPMConfig(64, 64, 128, 2, num_heads=4, num_kv_heads=1, head_dim=16)
 # e4m3 has 3 bits behind the point, so it rounds by at most 2^-4 of a number. Both inputs of a
 # product are rounded: (1 + 2^-4)^2 - 1.
 ROUNDING = 0.13
