@@ -15,7 +15,6 @@ def speed_up(interpreter) -> None:
     _spare_work(interpreter)
     _share_types(tl.core)
     _remember_pairs_of_types(type(interpreter.interpreter_semantic))
-    _call_directly(interpreter)
     _read_integers(interpreter)
 
 
@@ -137,22 +136,6 @@ def _remember_pairs_of_types(semantic) -> None:
 
     semantic.cast, semantic.broadcast_impl_value = cast_others, broadcast_once
     semantic.computation_type_impl = compute_once
-
-
-def _call_directly(interpreter) -> None:
-    """Pass an operation its arguments as they are."""
-    semantic = interpreter.interpreter_semantic
-
-    def patch(obj, name, member, builder, scope):
-        function = getattr(member, "__wrapped__", member)  # which looks for _semantic
-
-        def call(*args, **kwargs):
-            kwargs["_semantic"] = semantic
-            return function(*args, **kwargs)
-
-        scope.set_attr(obj, name, call)
-
-    interpreter._patch_attr = patch
 
 
 def _read_integers(interpreter) -> None:

@@ -2,12 +2,10 @@
 
 import itertools
 import json
-import operator
 import os
 import random
 import re
 import shlex
-import statistics
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -152,32 +150,20 @@ def test_a_kernel_alone_has_a_ranks_tokens_and_as_many_pairs(name, seq_len, rank
         assert abs(share.area * ranks / whole.area - 1) < (0.05 if name == "700" else 0.025)
 
 
-@pytest.mark.parametrize("longest", [8192, 32768, 1 << 20])
-def test_magi_documents_are_pieces_of_the_published_lengths(longest):
+def test_magi_documents_are_pieces_of_the_published_lengths():
     ends = [10, 50, 100, 200, 500, *(1 << power for power in range(10, 18)), 192 << 10]
     shares = [0.2, 2.9, 5.2, 10.2, 28.2, 24.6, 15.7, 7.3, 3.1, 1.3, 0.85, 0.14, 0.17, 0.14]
-    bounds = list(zip([0, *ends], ends, strict=False))
-    # a document's number of pieces, and of whole ones, on average over its bin
-    pieces, whole = (
-        [
-            statistics.mean((i + up) // longest for i in range(low + 1, high + 1))
-            for low, high in bounds
-        ]
-        for up in (longest - 1, 0)
-    )
-    total = sum(map(operator.mul, shares, pieces))
     rng = random.Random(0)
-    drawn = [draw_piece(longest, rng) for _ in range(20000)]
-    assert 1 <= min(drawn) <= 50
-    expected = {longest: sum(map(operator.mul, shares, whole)) / total}
-    found = {longest: sum(length == longest for length in drawn) / len(drawn)}
-    if longest == 1 << 20:  # nothing is cut
-        assert sum(shares) == pytest.approx(total)
-        expected |= dict(zip(ends, (share / total for share in shares), strict=True))
-        found |= {h: sum(low < x <= h for x in drawn) / len(drawn) for low, h in bounds}
-    for end, share in expected.items():
+    whole, pieces = ([draw_piece(most, rng) for _ in range(20000)] for most in (1 << 20, 8192))
+    for low, end, share in zip([0, *ends], ends, shares, strict=False):
+        expected = share / sum(shares)
+        found = sum(low < x <= end for x in whole) / len(whole)
         # four standard deviations of a count
-        assert abs(found[end] - share) <= 4 * (share / len(drawn)) ** 0.5, end
+        assert abs(found - expected) <= 4 * (expected / len(whole)) ** 0.5, end
+    cut = [min(length - start, 8192) for length in whole for start in range(0, length, 8192)]
+    expected, found = (sum(x == 8192 for x in each) / len(each) for each in (cut, pieces))
+    assert max(pieces) == 8192
+    assert abs(found - expected) <= 6 * (expected / len(pieces)) ** 0.5, "both are drawn"
 
 
 def test_the_stand_in_of_flash_attn_computes_what_autograd_does():
