@@ -130,7 +130,7 @@ SECTIONS = {
     "steps-*-whole.jsonl": Section(
         "training",
         "Whole models",
-        "bench/steps.py --warm-up 0",
+        "bench/steps.py",
         "the median of a few steps, or the only one",
     ),
     "steps-*-mixed.jsonl": Section(
