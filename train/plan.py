@@ -111,7 +111,8 @@ def _report(given: dict[str, Any], cluster: Cluster, budget: Budget) -> Iterator
     if budget.tokens is not None:
         steps = math.ceil(budget.tokens / (config.batch_size * planned.config.seq_len))
         planned = with_options(planned, steps=steps)
-    found = (best := recommend(planned)) and as_run(best)
+    found = recommend(planned)
+    found = found and as_run(found)  # as pretrain.py runs it
     yield describe(found or planned, budget)
     yield f"\n{table(planned, found or planned)}"
     yield f"\n{advice(planned, found)}"
