@@ -162,7 +162,7 @@ def burst_attn_func(
             for short calls on GPUs, and otherwise "ring". With "usp" the ranks of a double_group's
             `intra` share heads. "one-call" and "ulysses" take no double_group.
         backward: the side that a ring's backward sends: "kv" (keys and values), "q" (queries and
-            the output's gradient) or "auto", which sends fewer bytes.
+            the output's gradient) or "auto", which sends fewer bytes unless work would be uneven.
         return_lse: also return the logsumexp.
         group_bytes: most bytes of keys and values that a ring receives at once, and of partial
             results that wait to be merged, with any strategy. More means fewer kernel calls, less

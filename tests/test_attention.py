@@ -440,23 +440,6 @@ def test_signatures_show_all_arguments():
     assert all(x.kind is not x.VAR_KEYWORD for x in varlen.values())
 
 
-def test_backward_auto_moves_the_fewer_bytes():
-    """32:32 heads: 3 H D + lse and delta against 4 H D entries; 32:8 heads: against H D."""
-
-    def chosen(heads, kv_heads):
-        def work(ring):
-            q, k, v = (
-                x.requires_grad_() for x in qkv(heads=heads, kv_heads=kv_heads, head_size=32)
-            )
-            out = burst_attn_func(q, k, v, process_group=ring)
-            return "q" if out.grad_fn.plan.backward_program.payload.sends_queries else "kv"
-
-        return set(simulate(2, work))
-
-    assert chosen(4, 4) == {"q"}
-    assert chosen(4, 2) == {"kv"}
-
-
 def test_auto_logs_once_which_kernel_it_took(caplog):
     from bmt_burst import kernels
 

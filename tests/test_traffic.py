@@ -15,7 +15,7 @@ from bmt_burst.strategies.ring.payload import (
     KeysValues,
     QueriesDelta,
     QueriesOnly,
-    backward_payload,
+    backward_payloads,
     forward_payload,
 )
 from bmt_burst.transport import LANES, Arrival, Put
@@ -173,6 +173,21 @@ def test_the_side_of_a_forward_follows_from_the_problem(keys, changes, expected)
     assert type(forward_payload(call)) is expected
 
 
+@pytest.mark.parametrize(
+    ("kv_heads", "cu_seqlens", "expected"),
+    [
+        (4, (0, 96), QueriesDelta),  # 3 H D, lse and delta, against 4 H D
+        (2, (0, 96), KeysValues),
+        (4, range(0, 97, 4), QueriesDelta),
+        (4, (0, 40, *range(44, 97, 4)), KeysValues),  # far more queries see one rank's keys
+    ],
+)
+def test_the_side_of_a_backward_follows_from_bytes_and_work(kv_heads, cu_seqlens, expected):
+    mask = Mask.documents(cu_seqlens)
+    call = problem(mask, Layout.balanced(mask, 2), heads=4, kv_heads=kv_heads, head_size=32)
+    assert type(RingPlan(call, 0).backward_program.payload) is expected
+
+
 def test_the_near_part_of_sparse_attention_sends_the_few_keys_that_queries_see():
     sparse = InfLLMV2(**RELEASED | {"window_size": 512, "topk": 4, "dense_len": 0})
     layout, kv_layout = (Layout.contiguous(tokens, 4) for tokens in (64, 1 << 14))
@@ -181,7 +196,7 @@ def test_the_near_part_of_sparse_attention_sends_the_few_keys_that_queries_see()
     near = sparse.plan(call, 0, "ring").near
     assert isinstance(near, RingPlan)
     assert isinstance(forward_payload(call), QueriesOnly)
-    assert isinstance(backward_payload(call), QueriesDelta)
+    assert [type(x) for x in backward_payloads(call)] == [QueriesDelta]
     for program in (near.forward_program, near.backward_program):
         assert isinstance(program.payload, KeysValues)
 

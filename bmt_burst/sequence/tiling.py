@@ -121,6 +121,17 @@ class Tiling:
                     found.setdefault(viewer.owner // inner, set()).add(shifted(seen, at))
         return {host: merged(spans) for host, spans in found.items()}
 
+    def count_pairs(self, rank: int) -> float:
+        """Count the pairs that queries of `rank` see. Every n-th query counts as 1/n of all."""
+        count = 0.0
+        for run in self.layout.runs(rank):
+            for index in self._slices.around(run.start, run.stop):
+                if part := _part(self.mask.slices[index], run):
+                    tokens = length(part.span)
+                    reach = part.first, part.first + part.step * (tokens - 1) + 1
+                    count += part.slice._replace(q=reach).area * tokens / length(reach)
+        return count
+
     def own_tiles(self, rank: int) -> list[TileFields]:
         """Return how queries of `rank` attend to its own keys, in tokens of its shards."""
         runs = self.kv_layout.runs(rank)

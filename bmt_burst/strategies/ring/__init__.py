@@ -20,6 +20,7 @@ from __future__ import annotations
 import functools
 import itertools
 import sys
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -30,7 +31,7 @@ from ...sequence.tiling import Tiling
 from .. import MaskPart, Plan, Problem, Sizes, Strategy
 from ..compute import ALL, Keys, Queries, QueryGradients, Tensors
 from .execution import Backward, Forward
-from .payload import Payload, backward_payload, forward_payload, select_heads
+from .payload import Payload, backward_payloads, forward_payload, select_heads
 from .program import Pass, Program
 from .routes import Landing, Routes
 
@@ -76,7 +77,7 @@ class RingPlan(Plan):
 
     @functools.cached_property
     def backward_program(self) -> Program:
-        return self._make_program(backward_payload(self.problem))
+        return self._make_program(self._pick_payload(backward_payloads(self.problem)))
 
     def forward(
         self, rings: Rings, q: Tensor, k: Tensor, v: Tensor, inputs: Tensors = ()
@@ -102,7 +103,7 @@ class RingPlan(Plan):
     def lane_bytes(self, with_backward: bool) -> dict[str, int]:
         payloads = [forward_payload(self.problem)]
         if with_backward:
-            payloads.append(backward_payload(self.problem))
+            payloads += backward_payloads(self.problem)
         visit, returned = map(max, zip(*map(self._most_bytes, payloads), strict=True))
         return {"visit": visit + _ALIGNED, "return": returned + _ALIGNED}
 
@@ -152,6 +153,23 @@ class RingPlan(Plan):
                 calls[n, i] = self._find_calls(landing, payload)
         own = self._own_calls
         return Program(self.problem, self.rank, payload, own, passes, rounds, calls)
+
+    def _pick_payload(self, choices: Sequence[Payload]) -> Payload:
+        """Return the one with the smallest product of its bytes and the fullest rank's pairs. All
+        ranks return the same.
+
+        A rank computes the pairs of the side that stays, and layouts with equal work for queries
+        may have unequal work for keys.
+        """
+        if len(choices) == 1:
+            return choices[0]
+
+        def cost(payload: Payload) -> float:
+            tiling = self._tiling.transposed if payload.sends_queries else self._tiling
+            pairs = max(map(tiling.count_pairs, range(self.problem.layout.size)))
+            return payload.most_bytes(self.problem) * pairs
+
+        return min(choices, key=cost)
 
     def _find_calls(self, landing: Landing, payload: Payload) -> list[GatheredCall]:
         """Return the kernel calls of this rank's tokens with those that landed."""

@@ -50,6 +50,11 @@ class Payload(ABC):
     def most_tokens(self, problem: Problem) -> int:
         return problem.most_queries if self.sends_queries else problem.most_keys
 
+    def most_bytes(self, problem: Problem) -> int:
+        """Count the bytes of the longest shard, there and back."""
+        there, back = self.packings(problem.sizes)
+        return (there.token_bytes() + back.token_bytes()) * self.most_tokens(problem)
+
 
 class KeysValues(Payload):
     sends_queries = False
@@ -109,24 +114,25 @@ def forward_payload(problem: Problem) -> Payload:
     """
     takes_both = problem.kv_layout is not None and problem.scoring is DENSE
     side = "kv" if problem.forward == "auto" and not takes_both else problem.forward
-    return _pick(problem, side, {"kv": KeysValues(returns=False), "q": QueriesOnly()})
+    return _by_bytes(problem, side, {"kv": KeysValues(returns=False), "q": QueriesOnly()})[0]
 
 
-def backward_payload(problem: Problem) -> Payload:
-    """Return the payload of a problem's backward. "auto" picks the one with fewer bytes."""
-    return _pick(problem, problem.backward, {"q": QueriesDelta(), "kv": KeysValues()})
+def backward_payloads(problem: Problem) -> list[Payload]:
+    """Return the payloads between which the mask may choose, in a problem's backward. "auto" has
+    the one with the fewest bytes, and if keys are the same tokens as queries, also those with less
+    than twice as many.
+    """
+    found = _by_bytes(problem, problem.backward, {"q": QueriesDelta(), "kv": KeysValues()})
+    least = found[0].most_bytes(problem)
+    others = found[1:] if problem.kv_layout is None else []
+    return [found[0], *(each for each in others if each.most_bytes(problem) < 2 * least)]
 
 
-def _pick(problem: Problem, side: str, choices: dict[str, Payload]) -> Payload:
-    """Return the payload of a side, or for "auto" the first one with the fewest bytes."""
+def _by_bytes(problem: Problem, side: str, choices: dict[str, Payload]) -> list[Payload]:
+    """Return the payload of a side, or for "auto" all of them, those with fewer bytes first."""
     if side != "auto":
-        return choices[side]
-
-    def count_bytes(payload: Payload) -> int:
-        there, back = payload.packings(problem.sizes)
-        return (there.token_bytes() + back.token_bytes()) * payload.most_tokens(problem)
-
-    return min(choices.values(), key=count_bytes)
+        return [choices[side]]
+    return sorted(choices.values(), key=lambda payload: payload.most_bytes(problem))
 
 
 def select_heads(sizes: Sizes, kv_heads: int) -> Sizes:
