@@ -519,19 +519,20 @@ def test_products_in_float8_take_less_time_and_some_more_memory():
 
 
 def test_a_report_ends_with_a_command_that_pretrain_takes(capsys):
-    options = ["--model", "qwen3-0.6b", "--gpus", "1", "--gpu-memory", "20", "--seq-len", "24576"]
+    options = ["--model", "qwen3-0.6b", "--gpus", "1", "--gpu-memory", "20", "--seq-len", "16384"]
     options += ["--tokens", "1B", "--price-per-gpu-hour", "2", "--lr", "3e-4"]
     assert plan_script.main(options) == 0
     out = capsys.readouterr().out
-    assert "memory of a GPU" in out
-    assert "GPU hours, which cost" in out
+    assert "memory of a GPU" in out and "GPU hours, which cost" in out
     words = shlex.split(out.splitlines()[-1])
     assert words[:4] == ["torchrun", "--nproc-per-node", "1", "train/pretrain.py"]
     config = make_config(parse_options(words[4:])[1])
     again = plan(config, Cluster(1, 20.0, H200), "bmtrain")
     assert again.fits
+    row = f"\n--checkpointing selective --checkpointing-blocks {config.checkpointing_blocks} "
+    assert out.count(row) == 1 and config.checkpointing_blocks
     assert sorted(shlex.split(command(again))) == sorted(words)
-    assert config.steps == math.ceil(1e9 / 24576)
+    assert config.steps == math.ceil(1e9 / 16384)
     assert f"1,000,000,000 tokens ({config.steps:,} steps) take" in out
 
 

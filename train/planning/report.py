@@ -126,7 +126,8 @@ def _describe_cost(planned: Planned, tokens: float, price: float | None) -> str:
 def table(planned: Planned, recommended: Planned) -> str:
     """Return the longest sequence of each combination of what blocks save, otherwise with the
     options of the `recommended` plan. If `planned` has no chunks, there are also rows with those
-    that are recommended, or with some if these keep less than layer inputs.
+    that are recommended, or with some if these keep less than layer inputs. The last row is that of
+    the recommended plan, unless another one is.
     """
     rows: list[tuple[str, ...]] = [("options", "longest", "GiB", "host", "s/step", "tokens/s")]
     combinations = [*savings(planned.config.chunk)]
@@ -137,6 +138,9 @@ def table(planned: Planned, recommended: Planned) -> str:
         chunk = next((n for n in some if kept_of_token(planned, n) < inputs), None)
     if planned.config.chunk is None and chunk is not None:
         combinations += [x for x in savings(chunk) if x["mlp_tile"] is None]
+    own = {name: getattr(recommended.config, name) for name in combinations[0]}
+    if own not in combinations:  # as with --checkpointing-blocks
+        combinations.append(own)
     for options in combinations:
         other = with_options(recommended, **options)
         name = " ".join(saving_flags(other.config)) or "(none)"
