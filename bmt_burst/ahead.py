@@ -337,22 +337,19 @@ def _serve(connection: Connection, capability: tuple[int, int], modules: Sequenc
     os.dup2(silent, 1)
     os.dup2(silent, 2)
     torch.set_num_threads(1)
-    # FlashAttention-4 asks for these when it is imported. Where torch answers them, it initializes
-    # CUDA, and forked processes cannot use it.
-    with _replacing(
-        (torch.cuda, "is_available", lambda: True),
-        (torch.cuda, "get_device_capability", lambda *_: capability),
-    ):
-        settle_keys(*modules)
-        fa4.Fa4Kernel().broken()
     try:
-        request = connection.recv()
-    except EOFError:  # the run found all kernels on disk, or ended
-        return
-    try:
-        _compile_all(connection, *request)
+        # FlashAttention-4 asks for these when it is imported. Where torch answers them, it
+        # initializes CUDA, and forked processes cannot use it.
+        with _replacing(
+            (torch.cuda, "is_available", lambda: True),
+            (torch.cuda, "get_device_capability", lambda *_: capability),
+        ):
+            _attempt(settle_keys, *modules)
+            fa4.Fa4Kernel().broken()
+        _compile_all(connection, *connection.recv())
     except Exception as error:  # noqa: BLE001 - raised in the process of the run
         connection.send(error)
+        connection.recv()  # the run has ended this process once it has read the error
 
 
 def _compile_all(
@@ -397,8 +394,8 @@ def _begin(connection: Connection, gpus: int) -> None:
 
 
 def _attempt(job: Callable[..., Any], *arguments: Any) -> Any:
-    """Do a job in a forked process. Raises its errors as RuntimeError: a pool waits forever for an
-    error that cannot be made again from its `args`.
+    """Do a job, and raise its errors as RuntimeError: a pool waits forever for an error that cannot
+    be made again from its `args`.
     """
     try:
         return job(*arguments)

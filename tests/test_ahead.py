@@ -148,11 +148,23 @@ def test_an_idle_process_that_is_killed_is_told(folder, monkeypatch):
         compile_calls("idle", steps=kill_idle, limit=60.0)
 
 
+def run_program(code):
+    fake = "import time, torch; torch.cuda.get_device_capability = lambda: (9, 0); "
+    code = f"{fake}from bmt_burst import ahead; {code}"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=100)
+
+
 def test_a_program_ends_that_forgot_its_compiler():
-    fake = "import torch; torch.cuda.get_device_capability = lambda: (9, 0); "
-    code = fake + "from bmt_burst import ahead; compiler = ahead.Compiler(); print('end')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=100)
+    done = run_program("compiler = ahead.Compiler(); print('end')")
     assert (done.returncode, done.stdout) == (0, b"end\n"), done.stderr
+
+
+def test_an_error_of_an_import_is_told(folder, monkeypatch):
+    code = "import multiprocessing\nif multiprocessing.parent_process():\n    "
+    (folder / "fails.py").write_text(f"{code}raise ImportError('libcuda is missing')\n")
+    monkeypatch.syspath_prepend(folder)
+    with pytest.raises(RuntimeError, match=r"^ImportError: libcuda is missing$"):
+        compile_calls(str(folder / "calls"), modules=["fails"], limit=100.0)
 
 
 def test_a_mark_depends_on_all_files_of_a_package(folder, monkeypatch):
