@@ -31,6 +31,7 @@ import random
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
@@ -337,6 +338,7 @@ def _serve(connection: Connection, capability: tuple[int, int], modules: Sequenc
     os.dup2(silent, 1)
     os.dup2(silent, 2)
     torch.set_num_threads(1)
+    threading.Thread(target=_follow_run, daemon=True).start()
     try:
         # FlashAttention-4 asks for these when it is imported. Where torch answers them, it
         # initializes CUDA, and forked processes cannot use it.
@@ -350,6 +352,14 @@ def _serve(connection: Connection, capability: tuple[int, int], modules: Sequenc
     except Exception as error:  # noqa: BLE001 - raised in the process of the run
         connection.send(error)
         connection.recv()  # the run has ended this process once it has read the error
+
+
+def _follow_run() -> None:
+    """End this process, and those that it forked, when the run is gone."""
+    run = multiprocessing.parent_process()
+    assert run is not None, "it started this process"
+    run.join()
+    os.killpg(0, signal.SIGKILL)
 
 
 def _compile_all(

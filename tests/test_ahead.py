@@ -159,6 +159,14 @@ def test_a_program_ends_that_forgot_its_compiler():
     assert (done.returncode, done.stdout) == (0, b"end\n"), done.stderr
 
 
+def test_an_import_ends_with_a_program_that_is_killed(folder):
+    (folder / "kills.py").write_text("import os, time\nos.kill(os.getppid(), 9)\ntime.sleep(600)")
+    code = f"import sys; sys.path.append('{folder}'); compiler = ahead.Compiler('kills'); "
+    done = run_program(f"{code}print(compiler._process.pid, flush=True); time.sleep(60)")
+    assert done.returncode == -9, done.stderr
+    wait_until_ended([int(done.stdout)])
+
+
 def test_an_error_of_an_import_is_told(folder, monkeypatch):
     code = "import multiprocessing\nif multiprocessing.parent_process():\n    "
     (folder / "fails.py").write_text(f"{code}raise ImportError('libcuda is missing')\n")
