@@ -16,7 +16,6 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 
@@ -32,14 +31,13 @@ if __name__ == "__main__":
 
 import torch.distributed as dist
 
-from bmt_burst import ahead
 from train.base import ranks
 from train.base.signals import StopSignal
 from train.checkpoints import checkpoint
 from train.loop.stages import Stages, parse_run
 from train.loop.trainer import Trainer
 from train.planning.dry_run import advise, dry_run, fit_memory
-from train.planning.warming import MODULES, warm
+from train.planning.warming import start_compiler, warm
 from train.run import ending
 from train.run.distributed import choose_device, init_distributed
 from train.run.launch import launch
@@ -74,11 +72,8 @@ def _run_rank(
     """Train on this rank. After a stage that is not the last, replace this process."""
     watchdog.alive("waiting for the other ranks to join")
     device, later = choose_device(config.device), list[TrainConfig]()
-    starting: AbstractContextManager[ahead.Compiler | None] = nullcontext()
-    if device.index == 0:  # it imports while this process joins the others and opens the data
-        with suppress(OSError):  # `warm` tries again, and tells the reason
-            starting = ahead.Compiler(*MODULES)
-    with starting as compiler:
+    # the compiler imports while this process joins the others and opens the data
+    with start_compiler(config, device) as compiler:
         init_distributed(config, stages.shared if stages else None)
         if stages:
             stages.check(device)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from bmt_burst.nn import BurstAttention
 from models.config import CPMConfig
 from models.cpm import CPM
 from train.base import ranks
+from train.checkpoints.checkpoint import CheckpointError
 from train.data.batches import Batches
 from train.data.folder import Row
 from train.engine.adamw import Update
@@ -145,6 +147,16 @@ def _update_weights(dtype: torch.dtype, device: torch.device) -> None:
     # sums over micro-batches are fp32
     for gradient, weight in ((master, None), (half, half), (master, half)):
         triton_adamw.update(master, master, master, gradient, weight, numbers)
+
+
+def start_compiler(
+    config: TrainConfig, device: torch.device
+) -> AbstractContextManager[ahead.Compiler | None]:
+    """Return a process that begins to import, if `warm` will compile with it, otherwise nothing."""
+    with suppress(OSError, ValueError, CheckpointError):  # of inputs that all ranks open later
+        if device.index == 0 and isinstance(config.model_config(), CPMConfig):
+            return ahead.Compiler(*MODULES)
+    return nullcontext()
 
 
 def warm(
