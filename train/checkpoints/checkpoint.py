@@ -281,9 +281,8 @@ def listed(root: Path) -> list[Path]:
 
 def _damage_on_any_rank(path: Path) -> str | None:
     """Describe the damage of a checkpoint. The ranks share the work of hashing it."""
-    return next(
-        (p for p in ranks.gather(damage(path, ranks.rank(), ranks.world_size())) if p), None
-    )
+    problems = ranks.gather(damage(path, ranks.rank(), ranks.world_size()))
+    return next(filter(None, problems), None)
 
 
 def _print_damage(path: Path, problem: str) -> None:

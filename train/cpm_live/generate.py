@@ -111,14 +111,12 @@ def continue_text(
     model: CPMAnt, tokenizer: AntTokenizer, prompt: str, tokens: int, choose: Choose
 ) -> str:
     """Return the text `prompt` and up to `tokens` more tokens, as `fill_in` takes them."""
-    config, task = model.config, TASKS["lm"]
+    size, task = model.config.prompt_length, TASKS["lm"]
     text = [tokenizer.bos_id, *tokenizer.encode(prompt).tolist()]
-    row = torch.tensor(
-        [config.prompt_length * task + i for i in range(config.prompt_length)] + text
-    )
-    segments = torch.tensor([0] * config.prompt_length + [task] * len(text))
+    row = torch.tensor([*range(size * task, size * (task + 1)), *text])
+    segments = torch.tensor([0] * size + [task] * len(text))
     decoder = AntDecoder(model, row, segments, len(row) + tokens)
-    known = torch.zeros(config.vocab_size, dtype=torch.bool)
+    known = torch.zeros(model.config.vocab_size, dtype=torch.bool)
     texts = [i for i in range(tokenizer.vocab_size) if tokenizer.vocabulary.is_text(i)]
     known[[*texts, tokenizer.eos_id]] = True
     known = known.to(decoder.logits.device)

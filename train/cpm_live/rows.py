@@ -186,12 +186,8 @@ class PackedRows(Stored):
 
     @property
     def identity(self) -> dict[str, Any]:
-        numbers = {
-            "tokens": len(self.file.tokens),
-            "digest": self.file.digest,
-            "seq_len": self.seq_len,
-        }
-        return numbers | self.file.hashes | {"seed": self.seed, "documents": "instances"}
+        text = {"tokens": len(self.file.tokens), "digest": self.file.digest, **self.file.hashes}
+        return text | {"seq_len": self.seq_len, "seed": self.seed, "documents": "instances"}
 
     def of_sample(self, sample: int) -> Row:
         return self._row(
@@ -326,10 +322,8 @@ class AntRows(PackedRows):
         parts = -(-lengths // room)
         self.cut = int((parts > 1).sum())
         self._instance = np.repeat(np.arange(len(lengths)), parts)
-        self._start = (
-            np.arange(len(self._instance)) - np.repeat(np.cumsum(parts) - parts, parts)
-        ) * room
-        self._start = np.minimum(self._start, lengths[self._instance] - 2)
+        part = np.arange(len(self._instance)) - np.repeat(np.cumsum(parts) - parts, parts)
+        self._start = np.minimum(part * room, lengths[self._instance] - 2)
         tokens = np.minimum(lengths[self._instance] - self._start, room)
         self.instances = len(lengths)
         runs = hidden_runs(tokens, self.file.all.kinds[self._instance])

@@ -54,10 +54,8 @@ def choose_checkpoint(config: TrainConfig) -> Path | None:
     path = checkpoint.newest(root, set_aside=True) if auto else checkpoint.find(Path(config.resume))
     if path is None:
         if config.skip_data:
-            option = f"--skip-data {config.skip_data}"
-            raise ranks.RankError(
-                f"{option} needs a checkpoint to resume from, but {root} has none"
-            )
+            needed = f"--skip-data {config.skip_data} needs a checkpoint to resume from"
+            raise ranks.RankError(f"{needed}, but {root} has none")
         return None
     if begins_stage(config) and checkpoint.listed(root):
         raise ranks.RankError(

@@ -194,7 +194,7 @@ def savings(chunk: int | None = None) -> Iterator[dict[str, object]]:
 
 def possible_chunks(planned: Planned) -> list[int]:
     """Return the tokens of the chunks that the same run may be recommended with."""
-    config = dataclasses.replace(planned.config, offload=False)
+    config = planned.config
     if config.chunk is not None:
         return [config.chunk]
     sizes = [tokens * config.sp_size for tokens in CHUNKS]
