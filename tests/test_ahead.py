@@ -148,31 +148,17 @@ def test_an_idle_process_that_is_killed_is_told(folder, monkeypatch):
         compile_calls("idle", steps=kill_idle, limit=60.0)
 
 
-def run_program(code):
-    fake = "import time, torch; torch.cuda.get_device_capability = lambda: (9, 0); "
-    code = f"{fake}from bmt_burst import ahead; {code}"
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=100)
-
-
-def test_a_program_ends_that_forgot_its_compiler():
-    done = run_program("compiler = ahead.Compiler(); print('end')")
-    assert (done.returncode, done.stdout) == (0, b"end\n"), done.stderr
-
-
-def test_an_import_ends_with_a_program_that_is_killed(folder):
+def test_a_compiler_ends_with_its_program(folder):
+    """Also if the program forgot it, and if the program is killed while it imports."""
     (folder / "kills.py").write_text("import os, time\nos.kill(os.getppid(), 9)\ntime.sleep(600)")
-    code = f"import sys; sys.path.append('{folder}'); compiler = ahead.Compiler('kills'); "
-    done = run_program(f"{code}print(compiler._process.pid, flush=True); time.sleep(60)")
-    assert done.returncode == -9, done.stderr
-    wait_until_ended([int(done.stdout)])
-
-
-def test_an_error_of_an_import_is_told(folder, monkeypatch):
-    code = "import multiprocessing\nif multiprocessing.parent_process():\n    "
-    (folder / "fails.py").write_text(f"{code}raise ImportError('libcuda is missing')\n")
-    monkeypatch.syspath_prepend(folder)
-    with pytest.raises(RuntimeError, match=r"^ImportError: libcuda is missing$"):
-        compile_calls(str(folder / "calls"), modules=["fails"], limit=100.0)
+    fake = f"import sys, time, torch; sys.path.append('{folder}'); "
+    fake += "torch.cuda.get_device_capability = lambda: (9, 0); from bmt_burst import ahead; "
+    for modules, wait, code in (("", 0, 0), ("'kills'", 60, -9)):
+        compiler = f"x = ahead.Compiler({modules}); print(x._process.pid, flush=True); "
+        line = [sys.executable, "-c", f"{fake}{compiler}time.sleep({wait})"]
+        done = subprocess.run(line, capture_output=True, timeout=100)
+        assert done.returncode == code, done.stderr
+        wait_until_ended([int(done.stdout)])
 
 
 def test_a_mark_depends_on_all_files_of_a_package(folder, monkeypatch):
@@ -198,6 +184,10 @@ def test_imports_are_shared_and_initialize_no_cuda(folder, monkeypatch):
         assert compile_calls(place, place, steps=note_imports, **options)[0] == 0
     line = f"True (True, (9, 0)) {torch.cuda.is_available()}\n"
     assert (folder / "imports").read_text() == 2 * line
+    fails = "import multiprocessing\nassert not multiprocessing.parent_process(), 'no driver'\n"
+    (folder / "fails.py").write_text(fails)
+    with pytest.raises(RuntimeError, match=r"^AssertionError: no driver$"):
+        compile_calls(place, modules=["fails"], limit=100.0)
 
 
 def test_an_interrupt_is_for_the_run_alone(folder):
