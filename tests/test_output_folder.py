@@ -47,10 +47,8 @@ def check_on_a_rank(rank: int, folder: Path) -> None:
     Path.touch = plain
     dist.barrier()
     check_same_data(opened_with("a"))
-    differ = (
-        "expected digest of --val-data a on all ranks, as on rank 0, got digest of --val-data b "
-    )
-    with refused(f"{differ}on rank 1 of {host}: give all hosts the same data"):
+    differ = "expected digest of --val-data a on all ranks, as on rank 0, got digest of --val-data"
+    with refused(f"{differ} b on rank 1 of {host}: give all hosts the same data"):
         check_same_data(opened_with("ab"[rank]))
 
 
@@ -112,10 +110,8 @@ def test_options_of_each_rank_are_shown_in_the_first_ranks_that_differ(monkeypat
     shared = [("host", shared_options(x)) for x in settings]
     monkeypatch.setattr(ranks, "gather", lambda _: shared)
     expected = "expected no --chunk and --save on all ranks, as on rank 0"
-    got = (
-        "--chunk 5 on rank 1 of host, --chunk 3 and no --save on rank 3 of host, --chunk 4 on rank "
-    )
-    with refused(f"{expected}, got {got}4 of host: give all ranks the same options"):
+    got = "--chunk 5 on rank 1 of host, --chunk 3 and no --save on rank 3 of host, --chunk 4"
+    with refused(f"{expected}, got {got} on rank 4 of host: give all ranks the same options"):
         ranks.check_same({})
 
 

@@ -94,10 +94,8 @@ def test_a_stage_has_the_options_of_all_its_own_and_those_of_the_command_line(fo
     )
     line = ["--stages", str(folder.path / "stages.toml"), "--output", "runs/a", "--steps", "7"]
     config, stages = parse_run([*line, "--resume", "auto"])
-    assert [(s.config.lr, s.config.steps, s.config.model) for s in stages.all] == [
-        (1.0, 7, "7b"),
-        (0.1, 7, "7b"),
-    ]
+    found = [(s.config.lr, s.config.steps, s.config.model) for s in stages.all]
+    assert found == [(1.0, 7, "7b"), (0.1, 7, "7b")]
     assert [str(stage.folder) for stage in stages.all] == ["runs/a/01-4k", "runs/a/02-x"]
     assert (config.output, config.resume, config.new_stage) == ("runs/a/01-4k", "auto", False)
     assert [stages.shared[f"--lr (stage {name})"] for name in ("4k", "x")] == [1.0, 0.1]
