@@ -389,7 +389,7 @@ def _error_cases(
 
 def parse_args() -> argparse.Namespace:
     parser = options.make_parser(__doc__)
-    parser.add_argument("--kernel", default="auto")
+    options.add_kernel(parser)
     options.add_cases(parser, [(32, 32), (32, 8)], [8192, 16384, 32768])
     parser.add_argument(
         "--inner-size", type=int, help="GPUs of a host, for the double ring; by default as they lie"
@@ -405,7 +405,7 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument(
         "--errors",
-        type=int,
+        type=options.at_least(0),
         default=8192 if torch.cuda.is_available() else 128,
         help="length for errors against float64; 0: none",
     )
@@ -421,6 +421,8 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args, machine = parse_args(), Machine()
+    if machine.size % (args.inner_size or 1):
+        raise SystemExit(f"--inner-size must divide {machine.size} ranks, got {args.inner_size}")
     machine.record(run(args, machine), args.output)
 
 

@@ -232,7 +232,10 @@ def parse_args(words: list[str] | None = None) -> Namespace:
         ("--vocab", 73448, 100),
     ):
         parser.add_argument(name, type=int, default=on_gpus if cuda else on_cpus)
-    return parser.parse_args(words)
+    args = parser.parse_args(words)
+    if args.heads % args.kv_heads:
+        parser.error(f"--kv-heads must divide --heads, {args.heads}, got {args.kv_heads}")
+    return args
 
 
 def main() -> None:

@@ -35,7 +35,9 @@ from bench import masks, options
 from bench.attention import describe, inputs
 from bench.implementations import Case
 from bench.machine import Machine
+from bmt_burst import strategies
 
+_LIBRARY = "bmt_burst/__init__.py"
 _ROUNDS = 6  # an even number: each side is the first one equally often
 _MOST_ERROR = 1e-2  # relative L2 between the two sides in half precision, which each rounds to 3e-3
 
@@ -43,14 +45,8 @@ Step = Callable[[], list[torch.Tensor]]
 
 
 def load_library(folder: Path) -> ModuleType:
-    """Import the bmt_burst of another checkout, under a name of its own.
-
-    Raises FileNotFoundError if `folder` has none.
-    """
-    path = folder / "bmt_burst/__init__.py"
-    if not path.is_file():
-        raise FileNotFoundError(f"--before: expected a checkout with {path}")
-    name = "bmt_burst_before"
+    """Import the bmt_burst of another checkout, under a name of its own."""
+    path, name = folder / _LIBRARY, "bmt_burst_before"
     spec = importlib.util.spec_from_file_location(
         name, path, submodule_search_locations=[str(path.parent)]
     )
@@ -125,10 +121,13 @@ def _measure(steps: dict[str, Step], machine: Machine) -> dict[str, Any]:
 def main() -> None:
     parser = options.make_parser(__doc__)
     parser.add_argument("--before", type=Path, required=True, help="another checkout")
-    parser.add_argument("--strategy", default="auto", help="as burst_attn_func takes it")
+    parser.add_argument("--strategy", choices=("auto", *strategies.names()), default="auto")
     pairs, tokens = [(32, 32), (32, 8)], [8192, 16384, 32768]
     options.add_cases(parser, pairs, tokens, [k for k in masks.KINDS if k != "bee"])
-    args, machine = parser.parse_args(), Machine()
+    args = parser.parse_args()
+    if not (args.before / _LIBRARY).is_file():
+        parser.error(f"--before: expected a checkout with {args.before / _LIBRARY}")
+    machine = Machine()
     machine.record(run(args, machine), args.output)
 
 

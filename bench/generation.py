@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
+import re
 import statistics
 import sys
 import time
@@ -134,13 +135,20 @@ def run(args: argparse.Namespace, machine: Machine) -> Iterator[dict]:
             torch.cuda.empty_cache()
 
 
+def _check_case(text: str) -> str:
+    if not re.fullmatch(r"(prefill|new|decode):[1-9]\d*(:sparse)?", text):
+        expected = "prefill, new or decode, and tokens, as in decode:4096 or decode:4096:sparse"
+        raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
+    return text
+
+
 def main() -> None:
     parser = options.make_parser(__doc__)
     parser.add_argument("--model", choices=tuple(PRESETS), default="minicpm4-8b")
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")
     parser.add_argument("--chunk", type=int, default=16384, help="tokens of a rank in a chunk")
     parser.add_argument("--no-graph", action="store_true", help="decode without a CUDA graph")
-    parser.add_argument("cases", nargs="+", metavar="WHAT:TOKENS[:sparse]")
+    parser.add_argument("cases", nargs="+", type=_check_case, metavar="WHAT:TOKENS[:sparse]")
     args, machine = parser.parse_args(), Machine()
     machine.record(run(args, machine), args.output)
 

@@ -34,7 +34,7 @@ from bench import options
 from bench.attention import describe, facts_of, inputs, step
 from bench.implementations import Attention, Case
 from bench.machine import Machine
-from bmt_burst import burst_attn_func, kernels
+from bmt_burst import burst_attn_func, kernels, strategies
 from bmt_burst.transport.imagined import ImaginedRing
 
 _ROUNDS, _CALLS = 9, 10
@@ -97,7 +97,8 @@ def main() -> None:
     parser = options.make_parser(__doc__)
     parser.add_argument("--imagined", type=int, metavar="N", help="be one rank of N imagined ones")
     options.add_cases(parser, [(32, 8)], [2048], ("causal",))
-    parser.add_argument("--strategies", nargs="+", default=["ring", "one-call", "ulysses"])
+    usual = ["ring", "one-call", "ulysses"]
+    parser.add_argument("--strategies", nargs="+", choices=strategies.names(), default=usual)
     args, machine = parser.parse_args(), Machine()
     if args.imagined and machine.size != 1:
         parser.error(f"one process imagines its peers, not {machine.size}")

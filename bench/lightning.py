@@ -408,12 +408,17 @@ def main() -> None:
     add("--cases", nargs="+", choices=CASES, default=[x for x in CASES if x != "ranks"])
     add("--peers", nargs="*", choices=["fla"], default=[])
     add("--size", type=int, default=8, help="imagined ranks")
-    add("--ranks", type=int, nargs="+", help="imagined ones that are measured")
-    add("--dtypes", nargs="+", default=["bfloat16", "float16"] if cuda else ["float32"])
+    add("--ranks", type=options.at_least(0), nargs="+", help="imagined ones that are measured")
+    halves = ["bfloat16", "float16"]
+    add(
+        "--dtypes", nargs="+", choices=[*halves, "float32"], default=halves if cuda else ["float32"]
+    )
     for name, on_gpus, tiny, text in _DEFAULTS:
         add(name, type=int, default=on_gpus if cuda else tiny, help=text)
     add("--profile", action="store_true", help="add the milliseconds of each GPU kernel")
-    args, machine = parser.parse_args(), Machine()
+    args = parser.parse_args()
+    options.check_ranks(parser, "--ranks", args.ranks or (), args.size)
+    machine = Machine()
     if "ranks" in args.cases and machine.size == 1:
         parser.error("the case 'ranks' needs several ranks: start it with torchrun")
     machine.record(run(args, machine), args.output)

@@ -36,7 +36,7 @@ if __name__ == "__main__":
 
 from bench import live_rows
 from bench.machine import GIB, Machine
-from bench.options import make_parser
+from bench.options import add_kernel, at_least, make_parser
 from bmt_burst import IGNORE_INDEX, Layout, Scores, SequenceParallel, init_sequence_parallel
 from bmt_burst.ranks.rings import make_rings
 from models.blocks import CHECKPOINTING, Saving
@@ -183,14 +183,14 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, nargs="+", default=[65536 if cuda else 256])
     parser.add_argument("--checkpointing", nargs="+", choices=CHECKPOINTING, default=["selective"])
     parser.add_argument("--engine", choices=("torch", "bmtrain"), default="torch")
-    parser.add_argument("--kernel", default="auto")
+    add_kernel(parser)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument(
-        "--warm-up", type=int, default=2, help="steps before those that are measured"
+        "--warm-up", type=at_least(0), default=2, help="steps before those that are measured"
     )
     args = parser.parse_args()
-    if not 0 <= args.warm_up < args.steps:
-        parser.error(f"--warm-up must be less than --steps, {args.steps}, and not negative")
+    if args.warm_up >= args.steps:
+        parser.error(f"--warm-up must be less than --steps, {args.steps}, got {args.warm_up}")
     machine = Machine()
     machine.record(run(args, machine), args.output)
 

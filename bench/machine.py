@@ -183,7 +183,6 @@ def record(rows: Iterable[dict], file: Path, gpu_name: str, rank: int = 0) -> bo
     Return whether no row has an error.
     """
     common, good = origin(gpu_name), True
-    file.parent.mkdir(parents=True, exist_ok=True)
     for row in rows:
         good &= "error" not in row
         if rank == 0:

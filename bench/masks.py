@@ -157,21 +157,6 @@ def _filled(lengths: Sequence[int], tokens: int) -> list[int]:
     return taken
 
 
-def add_arguments(parser: argparse.ArgumentParser, kinds: Sequence[str] = KINDS) -> None:
-    """Add --masks of these kinds, --documents and --windows."""
-    parser.add_argument("--masks", nargs="+", choices=kinds, default=["causal"])
-    parser.add_argument(
-        "--documents",
-        nargs="+",
-        choices=PACKINGS,
-        default=list(PACKINGS),
-        help="packings, for the mask of this name",
-    )
-    parser.add_argument(
-        "--windows", type=int, nargs="+", default=[4096], help="tokens, for the mask 'window'"
-    )
-
-
 def chosen(args: argparse.Namespace) -> list[str]:
     """Return the names of the requested masks."""
     details = {"documents": args.documents, "window": args.windows}

@@ -86,14 +86,19 @@ def main() -> None:
     parser = options.make_parser(__doc__)
     parser.add_argument("--size", type=int, default=8, help="ranks of the ring")
     parser.add_argument(
-        "--ranks", type=int, nargs="+", help="measured ones; by default the first, middle and last"
+        "--ranks",
+        type=options.at_least(0),
+        nargs="+",
+        help="measured ones; by default the first, middle and last",
     )
-    parser.add_argument("--kernel", default="auto")
+    options.add_kernel(parser)
     options.add_cases(parser, [(32, 32), (32, 8)], [8192, 16384, 32768])
     parser.add_argument(
         "--variants", nargs="+", choices=IMPLEMENTATIONS, default=["bmt_burst"], metavar="NAME"
     )
-    args, machine = parser.parse_args(), Machine()
+    args = parser.parse_args()
+    options.check_ranks(parser, "--ranks", args.ranks or (), args.size)
+    machine = Machine()
     machine.record(run(args, machine), args.output)
 
 

@@ -3,27 +3,81 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 
 from bench import masks
 from bench.implementations import Case
+from bmt_burst import InfLLMV2, kernels
 from models.config import CPMConfig
 
 
-def make_parser(doc: str | None) -> argparse.ArgumentParser:
-    """Make the parser of a script with this docstring. It has the option --output."""
+def make_parser(
+    doc: str | None, output: str = "file of JSON lines to append to"
+) -> argparse.ArgumentParser:
+    """Make the parser of a script with this docstring. It has the option --output.
+
+    Its options with `type=int` take numbers from 1 on. `at_least` makes types of others.
+    """
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--output", type=Path, required=True, help="file of JSON lines to append to"
-    )
+    parser.register("type", int, at_least(1))
+    parser.add_argument("--output", type=_output_file, required=True, help=output)
     return parser
+
+
+def _output_file(text: str) -> Path:
+    """Return the path of a file that can be written, in a folder that exists or is made now."""
+    path = Path(text)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"expected a file that can be written, got {text!r}")
+    return path
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """Return a type of options that takes whole numbers from `least` on."""
+
+    def read(text: str) -> int:
+        with contextlib.suppress(ValueError):
+            if (number := int(text)) >= least:
+                return number
+        raise argparse.ArgumentTypeError(f"expected a whole number, {least} or more, got {text!r}")
+
+    return read
+
+
+def add_kernel(parser: argparse.ArgumentParser) -> None:
+    """Add the option --kernel."""
+    parser.add_argument("--kernel", choices=("auto", "cuda", *kernels.names()), default="auto")
+
+
+def parse_sparse(text: str) -> InfLLMV2 | None:
+    """Parse the JSON of sparse attention, as pretrain.py has it."""
+    try:
+        values = json.loads(text)
+        return values if values is None else InfLLMV2.from_dict(values)
+    except (ValueError, TypeError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from error
+
+
+def check_ranks(
+    parser: argparse.ArgumentParser, name: str, ranks: Iterable[int], size: int
+) -> None:
+    """End with an error unless the ranks of option `name` are some of a ring of --size ranks."""
+    if wrong := [rank for rank in ranks if rank >= size]:
+        parser.error(f"argument {name}: expected ranks below --size, {size}, got {wrong}")
 
 
 def first_layers(model: CPMConfig, count: int | None) -> CPMConfig:
@@ -46,7 +100,17 @@ def add_cases(
     kinds  the kinds of masks that can be measured
     """
     cuda = torch.cuda.is_available()
-    masks.add_arguments(parser, kinds)
+    parser.add_argument("--masks", nargs="+", choices=kinds, default=["causal"])
+    parser.add_argument(
+        "--documents",
+        nargs="+",
+        choices=masks.PACKINGS,
+        default=list(masks.PACKINGS),
+        help="packings, for the mask of this name",
+    )
+    parser.add_argument(
+        "--windows", type=int, nargs="+", default=[4096], help="tokens, for the mask 'window'"
+    )
     pairs = list(heads) if cuda else [(4, 2)]
     parser.add_argument("--heads", type=parse_heads, nargs="+", default=pairs, metavar="Q:KV")
     parser.add_argument("--head-dim", type=int, default=128 if cuda else 16)
@@ -63,7 +127,10 @@ def add_cases(
 
 def parse_heads(text: str) -> tuple[int, int]:
     """Parse numbers of query and kv heads."""
-    q, kv = text.split(":")
+    q, _, kv = text.partition(":")
+    if not (q.isdecimal() and kv.isdecimal() and int(kv) and int(q) and int(q) % int(kv) == 0):
+        expected = "query heads and kv heads that divide them, as in 32:8"
+        raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
     return int(q), int(kv)
 
 

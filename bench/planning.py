@@ -28,7 +28,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from bench.machine import cpu_name, record
-from bench.options import make_parser
+from bench.options import at_least, make_parser
 from bmt_burst import Layout, Mask, burst_attn_func, kernels
 from bmt_burst.spec import Spec
 from bmt_burst.strategies import Problem, Sizes, load
@@ -194,7 +194,10 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--masks", type=int, default=200, help="random masks of each kind")
     parser.add_argument(
-        "--memory-masks", type=int, default=10000, help="calls with a new mask; 0: do not measure"
+        "--memory-masks",
+        type=at_least(0),
+        default=10000,
+        help="calls with a new mask; 0: do not measure",
     )
     args = parser.parse_args()
     record(rows(args.masks, args.memory_masks), args.output, cpu_name())

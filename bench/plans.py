@@ -9,6 +9,7 @@ takes minutes and needs no GPU.
 
 from __future__ import annotations
 
+import argparse
 import atexit
 import dataclasses
 import functools
@@ -337,6 +338,9 @@ def main() -> None:
     def write(found: re.Match[str]) -> str:
         return f"{found[1]}{TABLES[found[2]]()}\n{found[3]}"
 
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     print(runs_table())
     PAGE.write_text(MARKED.sub(write, PAGE.read_text()))
 

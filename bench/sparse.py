@@ -33,7 +33,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import sys
 from collections.abc import Iterator
@@ -259,7 +258,7 @@ def name_overlap(overlap: float) -> str:
 
 def run(args: argparse.Namespace, machine: Machine) -> Iterator[dict[str, Any]]:
     """Measure all cases. Yield their rows."""
-    sparse = replace(InfLLMV2.from_dict(args.sparse), use_nope=True)  # it chooses by others
+    sparse = replace(args.sparse or InfLLMV2(), use_nope=True)  # it chooses by others
 
     def case(tokens: int, batch: int = 1) -> SparseCase:
         q_heads, kv_heads = args.heads
@@ -308,7 +307,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=2, help="sequences of the case 'batch'")
     parser.add_argument("--batch-tokens", type=int, default=1 << 17 if cuda else 256)
     parser.add_argument("--size", type=int, default=8, help="ranks of the case 'one-rank'")
-    parser.add_argument("--rank", type=int, default=0, help="which of them is measured")
+    parser.add_argument(
+        "--rank", type=options.at_least(0), default=0, help="which of them is measured"
+    )
     lengths = [1 << power for power in range(14, 21)] if cuda else [64, 256]
     parser.add_argument("--lengths", type=int, nargs="+", default=lengths)
     parser.add_argument("--ring-tokens", type=int, default=1 << 18 if cuda else 256)
@@ -316,16 +317,17 @@ def parse_args() -> argparse.Namespace:
         "--heads", type=options.parse_heads, default=(32, 2) if cuda else (4, 2), metavar="Q:KV"
     )
     parser.add_argument("--head-dim", type=int, default=128 if cuda else 16)
-    parser.add_argument("--kernel", default="auto")
+    options.add_kernel(parser)
     parser.add_argument(
         "--sparse",
-        type=json.loads,
-        default={} if cuda else _SMALL,
+        type=options.parse_sparse,
+        default=InfLLMV2() if cuda else InfLLMV2(**_SMALL),
         help="JSON of the constants that differ from InfLLM-V2's",
     )
     args = parser.parse_args()
     if not all(0 <= overlap < 1 for overlap in args.overlaps):
         parser.error(f"--overlaps must be at least 0 and below 1, got {args.overlaps}")
+    options.check_ranks(parser, "--rank", [args.rank], args.size)
     return args
 
 

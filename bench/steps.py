@@ -99,6 +99,17 @@ def summarize(metrics: Path, warm_up: int) -> dict[str, Any]:
     }
 
 
+def _read_run(text: str) -> tuple[str, list[str]]:
+    """Return the name and the options of a run."""
+    name, equals, options = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"expected NAME=OPTIONS, got {text!r}")
+    try:
+        return name, shlex.split(options)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{name}: {error}") from error
+
+
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -110,14 +121,26 @@ def parse_args() -> argparse.Namespace:
         "--warm-up", type=int, default=3, help="steps before those measured, at most all but one"
     )
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("runs", nargs="+", help="NAME=OPTIONS")
-    return parser.parse_args()
+    parser.add_argument("runs", nargs="+", type=_read_run, metavar="NAME=OPTIONS")
+    args = parser.parse_args()
+    if args.warm_up < 0:
+        parser.error(f"argument --warm-up: expected 0 or more steps, got {args.warm_up}")
+    if not (args.tree / "train/pretrain.py").is_file():
+        parser.error(
+            f"argument --tree: expected a checkout with train/pretrain.py, got {args.tree}"
+        )
+    if args.output.is_dir() or not args.output.parent.is_dir():
+        parser.error(f"argument --output: expected a file in a folder, got {args.output}")
+    if "RANK" not in os.environ:
+        parser.error("expected ranks of torchrun, got a process without RANK")
+    return args
 
 
 def main() -> None:
     args = parse_args()
     sys.path[0] = str(args.tree.resolve())
     from bench.machine import origin
+    from train.base.ranks import RankError
     from train.base.signals import StopSignal
     from train.loop.stages import parse_run
     from train.run.distributed import init_distributed
@@ -125,14 +148,17 @@ def main() -> None:
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     args.stop = StopSignal(lambda signum: None, lambda: os._exit(1))
     args.folder = tempfile.mkdtemp() if os.environ["RANK"] == "0" else ""
-    runs = [(name, shlex.split(rest)) for name, _, rest in (x.partition("=") for x in args.runs)]
-    first, _ = parse_run(["--engine", args.engine, *runs[0][1]])
+    first, _ = parse_run(["--engine", args.engine, *args.runs[0][1]])
     device = init_distributed(first)
     folders: list[Any] = [args.folder]
     dist.broadcast_object_list(folders)
     [args.folder] = folders
-    for name, options in runs:
-        row = run(name, options, args, device)
+    for name, options in args.runs:
+        try:
+            row = run(name, options, args, device)
+        except RankError as error:  # all ranks have it
+            print(f"steps.py: {name}: {error}", file=sys.stderr, flush=True)
+            os._exit(2)
         gc.collect()
         torch.cuda.empty_cache()
         if dist.get_rank() == 0:

@@ -128,7 +128,7 @@ def run(args: argparse.Namespace, machine: Machine) -> Iterator[dict]:
 
 def main() -> None:
     parser = options.make_parser(__doc__)
-    parser.add_argument("--kernel", default="auto")
+    options.add_kernel(parser)
     options.add_cases(parser, [(32, 32)], [8192])
     parser.add_argument(
         "--implementations", nargs="+", choices=IMPLEMENTATIONS, default=["bmt_burst"]

@@ -29,7 +29,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from bench.machine import cpu_name, record
-from bench.options import make_parser
+from bench.options import at_least, make_parser
 from bmt_burst.adapters.transformers import sequence_parallel
 
 CASES = {
@@ -159,9 +159,13 @@ def main() -> None:
     parser.add_argument("--vocab-size", type=int, default=150_016 if cuda else 256)
     parser.add_argument("--layers", type=int, default=4 if cuda else 1)
     parser.add_argument("--hidden-size", type=int, default=2048 if cuda else 128)
-    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--steps", type=at_least(2), default=4)
     parser.add_argument("--cases", nargs="+", default=[*CASES], choices=CASES)
     args = parser.parse_args()
+    if "RANK" not in os.environ:
+        parser.error("expected ranks of torchrun, got a process without RANK")
+    if args.hidden_size % 128:
+        parser.error(f"--hidden-size must be a multiple of 128, got {args.hidden_size}")
     name = torch.cuda.get_device_name() if cuda else cpu_name()
     record(rows(args), args.output, name, int(os.environ["RANK"]))
 

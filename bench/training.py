@@ -37,8 +37,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from bench.machine import pretrain, record
-from bench.options import first_layers, make_parser
-from bmt_burst import InfLLMV2
+from bench.options import at_least, first_layers, make_parser, parse_sparse
 from models.config import PRESETS
 
 
@@ -59,10 +58,7 @@ def rows(args: argparse.Namespace) -> Iterator[dict]:
             "checkpointing": checkpointing,
             **{name: getattr(args, name) for name in _OPTIONAL},
         }
-        if sparse is None:
-            changed = model
-        else:
-            changed = dataclasses.replace(model, sparse=InfLLMV2.from_dict(sparse))
+        changed = model if sparse is None else dataclasses.replace(model, sparse=sparse)
         facts = {
             "kind": "train",
             "model": args.model,
@@ -138,7 +134,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--dtype", default="bf16" if cuda else "fp32")
     parser.add_argument(
         "--sparse",
-        type=json.loads,
+        type=parse_sparse,
         nargs="+",
         default=[None],
         metavar="JSON",
@@ -146,7 +142,7 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument(
-        "--warm-up", type=int, default=2, help="steps before those that are measured"
+        "--warm-up", type=at_least(0), default=2, help="steps before those that are measured"
     )
     parser.add_argument(
         "--timeout", type=float, default=600.0, help="seconds without a step that end a run"
@@ -156,8 +152,10 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("more", nargs="*", help="further options of pretrain.py, after --")
     args = parser.parse_args()
-    if not 0 <= args.warm_up < args.steps:
-        parser.error(f"--warm-up must be less than --steps, {args.steps}, and not negative")
+    if args.warm_up >= args.steps:
+        parser.error(f"--warm-up must be less than --steps, {args.steps}, got {args.warm_up}")
+    if args.gpus % (args.sp_size or args.gpus):
+        parser.error(f"--sp-size must divide --gpus, {args.gpus}, got {args.sp_size}")
     return args
 
 

@@ -72,7 +72,7 @@ def _contestant(
 
 def main() -> None:
     parser = options.make_parser(__doc__)
-    parser.add_argument("--kernel", default="auto")
+    options.add_kernel(parser)
     options.add_cases(parser, [(32, 32), (32, 8)], [8192, 32768], ("causal", "full"))
     args, machine = parser.parse_args(), Machine()
     if machine.size < 2:
