@@ -349,11 +349,15 @@ def passes_table(rows: list[Row]) -> str:
     """Format the milliseconds of a forward and backward: a line for each pass."""
     cases: dict[str, dict[str, Row]] = defaultdict(dict)
     for row in rows:
-        if row["kind"] == "passes":
+        if row["kind"] == "passes" and "ms" in row:
             cases[row["case"]][row["impl"]] = row
     names = list(dict.fromkeys(name for by in cases.values() for name in by))
     lines = [
-        [case, *(by[name]["ms"] for name in names), *(by[name]["extra_gib"] for name in names)]
+        [
+            case,
+            *(by[name]["ms"] if name in by else "-" for name in names),
+            *(or_dash(by[name]["extra_gib"]) if name in by else "-" for name in names),
+        ]
         for case, by in cases.items()
     ]
     return table(["pass", *(f"{n}, ms" for n in names), *(f"{n}, GiB" for n in names)], lines)
@@ -527,11 +531,13 @@ def value_heads_table(rows: list[Row]) -> str:
     """Format the milliseconds of values with a smaller head size, and of padded ones."""
     cases: dict[tuple, dict[bool, Row]] = defaultdict(dict)
     for row in rows:
-        if row["kind"] == "value heads":
+        if row["kind"] == "value heads" and "fwd_ms" in row:
             sizes = f"{row['head_dim']}:{row['value_dim']}"
             cases[row["seq_len"], sizes, row["heads"], row["kernel"]][row["padded"]] = row
     lines = []
     for (seq_len, *case), by in cases.items():
+        if len(by) < 2:
+            continue
         times = [by[padded][name] for name in ("fwd_ms", "fwd_bwd_ms") for padded in (False, True)]
         gain = f"{100 * (times[3] / times[2] - 1):.0f} %"
         lines.append([tokens(seq_len), *case, *times, gain])

@@ -27,7 +27,7 @@ if __name__ == "__main__":
 from bench import tables
 from bench.other_tables import bitwise_table, other_tables, sparse_training_table, whole_table
 from bench.plot import plot, several_lengths
-from bench.tables import Row, read_rows
+from bench.tables import Row, UnfitRow, read_rows
 
 _ROOT = Path(__file__).resolve().parents[1]
 RESULTS, DOCS = _ROOT / "bench/results", _ROOT / "docs"
@@ -396,10 +396,13 @@ def main() -> None:
         return
     if missing := [str(file) for file in args.results if not file.is_file()]:
         parser.error(f"no such file: {', '.join(missing)}")
-    rows = read_rows(args.results)
-    if not rows:
-        parser.error(f"{', '.join(map(str, args.results))}: nothing was measured")
-    print(f"{_machine(rows)}, {_versions(rows)}\n\n{report(rows)}\n")
+    try:
+        rows = read_rows(args.results)
+        if not rows:
+            parser.error(f"{', '.join(map(str, args.results))}: nothing was measured")
+        print(f"{_machine(rows)}, {_versions(rows)}\n\n{report(rows)}\n")
+    except UnfitRow as error:
+        parser.error(str(error))
     plot(rows, args.results[0].with_suffix(".png"))
 
 

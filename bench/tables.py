@@ -8,7 +8,7 @@ import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 Row = dict[str, Any]
 Column = str | Callable[[Row], Any]  # a field of a row, or what is computed from the row
@@ -23,13 +23,38 @@ def fill(text: str, indent: int = 0) -> str:
     return textwrap.fill(text, 100, subsequent_indent=" " * indent, **options)
 
 
+class UnfitRow(ValueError):
+    """A line of a file that is no row of a benchmark, or a row that lacks a fact."""
+
+
+class _FileRow(dict[str, Any]):
+    """A row that knows its place in a file. Raises UnfitRow for facts that it lacks."""
+
+    def __init__(self, facts: Row, place: str):
+        super().__init__(facts)
+        self.place = place
+
+    def __missing__(self, name: str) -> NoReturn:
+        raise UnfitRow(f"{self.place}: expected a row with {name!r}, got one with {[*self]}")
+
+
 def read_rows(files: Iterable[Path]) -> list[Row]:
     """Read all rows. Old rows have a field `causal` instead of a mask."""
-    rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
-    for row in rows:
-        if "causal" in row:
-            row["mask"] = "causal" if row.pop("causal") else "full"
+    rows: list[Row] = []
+    for file in files:
+        for number, line in enumerate(file.read_text(errors="replace").splitlines(), start=1):
+            rows.append(_read_row(line, f"{file}, row {number}"))
     return rows
+
+
+def _read_row(line: str, place: str) -> Row:
+    try:
+        row = _FileRow(json.loads(line), place)
+    except (ValueError, TypeError) as error:
+        raise UnfitRow(f"{place}: expected a row of JSON, got {line[:60]!r}") from error
+    if "causal" in row:
+        row["mask"] = "causal" if row.pop("causal") else "full"
+    return row
 
 
 def table(header: list[str], rows: list[list[Any]]) -> str:
@@ -115,8 +140,12 @@ def rates(row: Row) -> list[float]:
 
 
 def percents(row: Row, other: Row) -> list[float]:
-    """Compute a row's rates of forward, backward and both in percent of another row's."""
-    return [100 * mine / its for mine, its in zip(rates(row), rates(other), strict=True)]
+    """Compute a row's rates of forward, backward and both in percent of another row's.
+
+    They are NaN if the other row has no visible pairs.
+    """
+    pairs = zip(rates(row), rates(other), strict=True)
+    return [100 * mine / its if its else math.nan for mine, its in pairs]
 
 
 def describe(case: tuple) -> str:
