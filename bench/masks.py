@@ -102,17 +102,22 @@ def packing(name: str, seq_len: int) -> list[int]:
     return lengths
 
 
+def draw_document(longest: int, rng: random.Random) -> int:
+    """Draw the length of a document from MagiAttention's bins that end at `longest` or before."""
+    ends, shares = zip(*(one for one in _BINS if one[0] <= longest), strict=True)
+    (number,) = rng.choices(range(len(ends)), shares)
+    return rng.randint(ends[number - 1] + 1 if number else 1, ends[number])
+
+
 def draw_piece(longest: int, rng: random.Random) -> int:
     """Draw the length of a piece of a document, as MagiAttention's benchmark does.
 
     It cuts all documents into pieces of `longest` tokens and a rest, and shuffles the pieces. So a
     document is drawn as often as it has pieces.
     """
-    ends, shares = zip(*_BINS, strict=True)
-    most = -(-ends[-1] // longest)
+    most = -(-_BINS[-1][0] // longest)
     while True:
-        (number,) = rng.choices(range(len(ends)), shares)
-        length = rng.randint(ends[number - 1] + 1 if number else 1, ends[number])
+        length = draw_document(_BINS[-1][0], rng)
         left = length - rng.randrange(most) * longest
         if left > 0:
             return min(left, longest)

@@ -236,6 +236,7 @@ def mixed_table(rows: list[Row]) -> str:
             row["batch_size"] * row["seq_len"] / statistics.mean(_measured(row, "steps_s"))
         ),
         "GiB": lambda row: or_dash(row.get("peak_gib")),
+        "commit": lambda row: row["commit"][:7],
     }
     return list_rows(_of_documents(rows), "steps", columns)
 

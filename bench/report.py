@@ -137,8 +137,9 @@ SECTIONS = {
         "training",
         "Documents of mixed lengths",
         "bench/steps.py --warm-up 2",
-        "4 sequences of 128K a step, the same batches for all; documents have 100 tokens to 128K, "
-        "in MagiAttention's shares; a balance of 1 means that all ranks have the same attention",
+        "4 sequences of 128K a step, the same batches for all; `bench/mixed.py` wrote the "
+        "documents, of 100 tokens to 128K in MagiAttention's shares; a balance of 1 means that all "
+        "ranks have the same attention",
     ),
     "steps-*-fp8*": Section("training", "Steps with products in float8", "bench/steps.py"),
     "steps-*-h?00.jsonl": Section(
