@@ -193,13 +193,17 @@ def fp8_table(rows: list[Row]) -> str:
 
 
 def _fp8_pairs(rows: list[Row]) -> list[tuple[Row, Row]]:
-    """Return pairs of steps (without --fp8, with it). Cases of the latter end in "-fp8"."""
+    """Return pairs of steps (without --fp8, with it), if there are both.
+
+    Cases of the latter end in "-fp8".
+    """
     steps = {(row["case"], row["engine"]): row for row in rows if row["kind"] == "steps"}
-    return [
-        (steps[case.removesuffix("-fp8"), engine], row)
+    pairs = [
+        (steps.get((case.removesuffix("-fp8"), engine)), row)
         for (case, engine), row in steps.items()
         if row["fp8"]
     ]
+    return [(bf16, fp8) for bf16, fp8 in pairs if bf16 and not bf16["fp8"]]
 
 
 def single_steps_table(rows: list[Row]) -> str:

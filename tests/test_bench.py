@@ -575,6 +575,7 @@ def test_each_step_is_in_one_table():
     assert other_tables.fp8_table(rows).splitlines()[2:] == [
         "| 4k | 0.3 | 0.2 | 1.50 x | 20480 | - | - |"
     ]
+    assert other_tables.fp8_table(rows[1:]) == ""
     assert other_tables.single_steps_table(rows).splitlines()[2:] == [
         "| 4k | bmtrain | 0.6 | - | 6827 | - |"
     ]
