@@ -131,9 +131,8 @@ def run(args: argparse.Namespace, machine: Machine) -> Iterator[dict]:
 
 def main() -> None:
     parser, cuda = options.make_parser(__doc__), torch.cuda.is_available()
-    parser.add_argument(
-        "--model", choices=list(PRESETS), default="minicpm4-0.5b" if cuda else "cpm-tiny"
-    )
+    models = [name for name, config in PRESETS.items() if not config.mixers]  # dense
+    parser.add_argument("--model", choices=models, default="minicpm4-0.5b" if cuda else "cpm-tiny")
     parser.add_argument("--layers", type=int, help="fewer layers than the preset has")
     parser.add_argument("--prompt", type=int, default=32768 if cuda else 64, help="its tokens")
     parser.add_argument("--completions", type=int, default=16 if cuda else 3)

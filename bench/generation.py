@@ -150,6 +150,8 @@ def main() -> None:
     parser.add_argument("--no-graph", action="store_true", help="decode without a CUDA graph")
     parser.add_argument("cases", nargs="+", type=_check_case, metavar="WHAT:TOKENS[:sparse]")
     args, machine = parser.parse_args(), Machine()
+    if short := [case for case in args.cases if int(case.split(":")[1]) < machine.size]:
+        parser.error(f"expected a token for each of {machine.size} ranks, got {short[0]}")
     machine.record(run(args, machine), args.output)
 
 

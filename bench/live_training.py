@@ -191,6 +191,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.warm_up >= args.steps:
         parser.error(f"--warm-up must be less than --steps, {args.steps}, got {args.warm_up}")
+    if args.engine == "bmtrain" and not cuda:
+        parser.error("--engine bmtrain needs GPUs")
     machine = Machine()
     machine.record(run(args, machine), args.output)
 

@@ -104,6 +104,8 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if not _WARM_UP < args.save_every < args.steps - 1:
         parser.error(f"--save-every must be more than {_WARM_UP} and less than --steps - 1")
+    if "--no-save" in args.more:
+        parser.error("expected a run that saves, got --no-save")
     if args.folder and not args.folder.is_dir():
         parser.error(f"--folder: expected a folder, got {args.folder}")
     return args

@@ -287,13 +287,13 @@ _SMALL |= {"dense_len": 128}
 
 
 def parse_args() -> argparse.Namespace:
-    cuda, several = torch.cuda.is_available(), int(os.environ.get("WORLD_SIZE", "1")) > 1
+    cuda, ranks = torch.cuda.is_available(), int(os.environ.get("WORLD_SIZE", "1"))
     parser = options.make_parser(__doc__)
     parser.add_argument(
         "--cases",
         nargs="+",
         choices=_CASES,
-        default=["ring"] if several else ["batch", "one-rank"],
+        default=["ring"] if ranks > 1 else ["batch", "one-rank"],
         help="by default 'ring' on several GPUs, and the others on one",
     )
     parser.add_argument(
@@ -328,6 +328,13 @@ def parse_args() -> argparse.Namespace:
     if not all(0 <= overlap < 1 for overlap in args.overlaps):
         parser.error(f"--overlaps must be at least 0 and below 1, got {args.overlaps}")
     options.check_ranks(parser, "--rank", [args.rank], args.size)
+    shared = [
+        ("--lengths", length, args.size) for length in args.lengths if "one-rank" in args.cases
+    ]
+    shared += [("--ring-tokens", args.ring_tokens, ranks)] if "ring" in args.cases else []
+    for name, length, size in shared:
+        if length % size:
+            parser.error(f"argument {name}: expected equal parts for {size} ranks, got {length}")
     return args
 
 

@@ -4,10 +4,11 @@ r"""Measures whole training steps of several runs in one group of processes, to 
         'dense=--model minicpm4-8b --seq-len 32768 --sp-size 2 --data data/corpus/train --steps 7' \
         'sparse=--model minicpm4-8b --seq-len 32768 --sp-size 2 --sparse {} ...'
 
-Each run has a name and options of train/pretrain.py. `--tree` is the checkout whose code runs, from
-commit 573640d on. Processes, groups and compiled kernels are shared, so that a run takes seconds.
-Rank 0 writes a row of JSON for each: medians over the steps after --warm-up, the seconds of the
-first step, and all losses, gradient norms and balances. Nothing is saved.
+Each run has a name and options of train/pretrain.py, whose --engine and --output this script sets.
+`--tree` is the checkout whose code runs, from commit 573640d on. Processes, groups and compiled
+kernels are shared, so that a run takes seconds. Rank 0 writes a row of JSON for each: medians over
+the steps after --warm-up, the seconds of the first step, and all losses, gradient norms and
+balances. Nothing is saved.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -50,7 +51,7 @@ def run(name: str, options: list[str], args: argparse.Namespace, device: Any) ->
 
     folder = f"{args.folder}/{name}"
     fixed = ["--engine", args.engine, "--no-save", "--log-every", "1000", "--output", folder]
-    config, _ = parse_run([*fixed, *options])
+    config, _ = parse_run([*options, *fixed])
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     trainer = Trainer(config, device, args.stop, Watchdog(dist.get_rank(), 900.0), *find_hooks())
@@ -136,6 +137,11 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
+def _fail(reason: str) -> NoReturn:
+    print(f"steps.py: {reason}", file=sys.stderr, flush=True)
+    os._exit(2)
+
+
 def main() -> None:
     args = parse_args()
     sys.path[0] = str(args.tree.resolve())
@@ -148,8 +154,11 @@ def main() -> None:
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     args.stop = StopSignal(lambda signum: None, lambda: os._exit(1))
     args.folder = tempfile.mkdtemp() if os.environ["RANK"] == "0" else ""
-    first, _ = parse_run(["--engine", args.engine, *args.runs[0][1]])
-    device = init_distributed(first)
+    first, _ = parse_run([*args.runs[0][1], "--engine", args.engine])
+    try:
+        device = init_distributed(first)
+    except (RankError, ValueError) as error:
+        _fail(str(error))
     folders: list[Any] = [args.folder]
     dist.broadcast_object_list(folders)
     [args.folder] = folders
@@ -157,8 +166,7 @@ def main() -> None:
         try:
             row = run(name, options, args, device)
         except RankError as error:  # all ranks have it
-            print(f"steps.py: {name}: {error}", file=sys.stderr, flush=True)
-            os._exit(2)
+            _fail(f"{name}: {error}")
         gc.collect()
         torch.cuda.empty_cache()
         if dist.get_rank() == 0:

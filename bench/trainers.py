@@ -164,6 +164,8 @@ def main() -> None:
     args = parser.parse_args()
     if "RANK" not in os.environ:
         parser.error("expected ranks of torchrun, got a process without RANK")
+    if args.seq_len < int(os.environ["WORLD_SIZE"]):
+        parser.error(f"--seq-len must have a token for each rank, got {args.seq_len}")
     if args.hidden_size % 128:
         parser.error(f"--hidden-size must be a multiple of 128, got {args.hidden_size}")
     name = torch.cuda.get_device_name() if cuda else cpu_name()

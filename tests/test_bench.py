@@ -532,7 +532,7 @@ def test_whole_steps_of_two_checkouts(tmp_path):
     options = f"--model cpm-tiny --data {tmp_path}/data/train --seq-len 64 --batch-size 2 --steps 2"
     for commit in ("before", "after"):
         command = f"steps.py --commit {commit} --engine torch --warm-up 1"
-        saving = "--checkpointing selective --checkpointing-blocks 1"
+        saving = "--checkpointing selective --checkpointing-blocks 1 --output /nowhere"
         dense = f"dense={options} --documents ignore"
         runs = shlex.join([dense, f"two={options} --sp-size 2 {saving}"])
         rows = measure(2, f"{command} {runs}", tmp_path)
