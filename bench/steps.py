@@ -5,7 +5,7 @@ r"""Measures whole training steps of several runs in one group of processes, to 
         'sparse=--model minicpm4-8b --seq-len 32768 --sp-size 2 --sparse {} ...'
 
 Each run has a name and options of train/pretrain.py, whose --engine and --output this script sets.
-`--tree` is the checkout whose code runs, from commit 573640d on. Processes, groups and compiled
+`--tree` is the checkout whose code runs, from commit 7ebe4564 on. Processes, groups and compiled
 kernels are shared, so that a run takes seconds. Rank 0 writes a row of JSON for each: medians over
 the steps after --warm-up, the seconds of the first step, and all losses, gradient norms and
 balances. Nothing is saved.
@@ -15,14 +15,12 @@ from __future__ import annotations
 
 import argparse
 import gc
-import importlib
 import json
 import os
 import shlex
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -34,19 +32,12 @@ _MEDIANS = ("step_s", "tokens_per_s", "mfu", "peak_gib", "documents")
 _PHASES = ("data_s", "forward_s", "backward_s", "optimizer_s")
 
 
-def find_hooks() -> list[Callable]:
-    """Return what pretrain.py passes to its trainer, as far as the checkout has it."""
-    names = ("train.planning.dry_run", "fit_memory"), ("train.planning.warming", "warm")
-    try:
-        return [getattr(importlib.import_module(module), name) for module, name in names]
-    except ImportError:
-        return []
-
-
 def run(name: str, options: list[str], args: argparse.Namespace, device: Any) -> dict[str, Any]:
     """Train. Return the row without its origin, on rank 0."""
     from train.loop.stages import parse_run
     from train.loop.trainer import Trainer
+    from train.planning.dry_run import fit_memory
+    from train.planning.warming import warm
     from train.run.watchdog import Watchdog
 
     folder = f"{args.folder}/{name}"
@@ -54,7 +45,8 @@ def run(name: str, options: list[str], args: argparse.Namespace, device: Any) ->
     config, _ = parse_run([*options, *fixed])
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    trainer = Trainer(config, device, args.stop, Watchdog(dist.get_rank(), 900.0), *find_hooks())
+    watchdog = Watchdog(dist.get_rank(), 900.0)
+    trainer = Trainer(config, device, args.stop, watchdog, fit_memory, warm)
     trainer.run()
     model = trainer.start.model
     built: Any = trainer.engine.model
@@ -69,7 +61,7 @@ def run(name: str, options: list[str], args: argparse.Namespace, device: Any) ->
         "sp": config.sp_size,
         **{key: getattr(config, key) for key in ("seq_len", "batch_size", "micro_batch_size")},
         **{key: getattr(config, key) for key in ("dtype", "checkpointing", "offload")},
-        **{key: getattr(config, key, None) for key in ("fp8", "chunk", "mlp_tile")},
+        **{key: getattr(config, key) for key in ("fp8", "chunk", "mlp_tile")},
         "checkpointing_blocks": built.saving.blocks,  # as many as memory asked for
         "sparse": model.sparse and model.sparse.to_dict(),
     }
@@ -126,10 +118,8 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if args.warm_up < 0:
         parser.error(f"argument --warm-up: expected 0 or more steps, got {args.warm_up}")
-    if not (args.tree / "train/pretrain.py").is_file():
-        parser.error(
-            f"argument --tree: expected a checkout with train/pretrain.py, got {args.tree}"
-        )
+    if not (args.tree / "train/loop/stages.py").is_file():
+        parser.error(f"argument --tree: expected a checkout of 7ebe4564 or later, got {args.tree}")
     if args.output.is_dir() or not args.output.parent.is_dir():
         parser.error(f"argument --output: expected a file in a folder, got {args.output}")
     if "RANK" not in os.environ:

@@ -403,7 +403,7 @@ def test_quick_measures_four_implementations_and_all_of_them_on_request(tmp_path
         ("sparse.py --rank -1", "--rank: expected a whole number, 0 or more, got '-1'"),
         ("sparse.py --sparse 3", "--sparse: '3': expected names and values, got 3"),
         ("steps.py --commit a --engine torch --warm-up -1 b=", "--warm-up: expected 0 or more"),
-        ("steps.py --commit a --engine torch --tree docs b=", "--tree: expected a checkout with"),
+        ("steps.py --commit a --engine torch --tree docs b=", "--tree: expected a checkout of"),
     ],
 )
 def test_wrong_options_are_refused(command, reason, tmp_path):
