@@ -5,9 +5,10 @@
 
 Then run bench/steps.py with `--data data/mixed/train --documents mask`.
 
-A document is text of torch's sources. With a token a byte, as prepare_data.py has by default,
-lengths have MagiAttention's shares (bench/masks.py) of documents up to --longest, and shorter ones
-than 100 tokens are drawn as 100. With the same torch, each call writes the same text.
+Each document is text of torch's sources. prepare_data.py makes a token of each byte by default.
+Lengths in tokens have MagiAttention's shares (bench/masks.py), without those above --longest.
+Documents below 100 tokens become 100 tokens long. With the same torch, every call writes the same
+text.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ def make_parser(
 ) -> argparse.ArgumentParser:
     """Make the parser of a script with this docstring. It has the option --output.
 
-    Its options with `type=int` take numbers from 1 on. `at_least` makes types of others.
+    Its options with `type=int` take whole numbers, 1 or more. Use `at_least` for other limits.
     """
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -47,7 +47,7 @@ def _output_file(text: str) -> Path:
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """Return a type of options that takes whole numbers from `least` on."""
+    """Return a type of options that takes whole numbers, `least` or more."""
 
     def read(text: str) -> int:
         with contextlib.suppress(ValueError):

@@ -8,7 +8,7 @@ Each run has a name and options of train/pretrain.py, whose --engine and --outpu
 `--tree` is the checkout whose code runs, from commit 7ebe4564 on. Processes, groups and compiled
 kernels are shared, so that a run takes seconds. Rank 0 writes a row of JSON for each: medians over
 the steps after --warm-up, the seconds of the first step, and all losses, gradient norms and
-balances. Nothing is saved.
+balances. Nothing is saved. bench/mixed.py writes documents of mixed lengths for --data.
 """
 
 from __future__ import annotations
