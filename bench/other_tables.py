@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import statistics
 from collections import Counter, defaultdict
 
@@ -625,9 +626,22 @@ TABLES = {
 
 
 def other_tables(rows: list[Row]) -> str:
-    """Format all other kinds of rows, and what could not be measured."""
+    """Format all other kinds of rows, what could not be measured, and runs that failed."""
     texts = {title: make(rows) for title, make in TABLES.items()}
     parts = [f"### {title}\n\n{text}" for title, text in texts.items() if text]
     missing = sorted({(r["impl"], r["unavailable"]) for r in rows if "unavailable" in r})
     parts += [fill(f"Not measured: {name}: {reason}") for name, reason in missing]
+    parts += [
+        fill(
+            f"Failed: {row['model']}, {tokens(row['seq_len'])} tokens: {_last_words(row['error'])}"
+        )
+        for row in rows
+        if "error" in row
+    ]
     return "\n\n".join(parts)
+
+
+def _last_words(printed: str) -> str:
+    """Return the last line that has letters, which torchrun may have put behind "traceback"."""
+    lines = (x.strip().removeprefix("traceback : ") for x in reversed(printed.splitlines()))
+    return next((line for line in lines if re.search("[a-z]", line)), "without a message")

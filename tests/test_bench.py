@@ -495,6 +495,7 @@ def test_training_benchmark(tmp_path, monkeypatch):
     assert benchmark(options) == 1
     _, row, failed = read_rows([tmp_path / "rows.jsonl"])
     assert "invalid choice: 'unknown'" in failed["error"]
+    assert "Failed: cpm-tiny, 64 tokens: run_script: " in other_tables.other_tables([failed])
     assert row["sparse"] == InfLLMV2(**small).to_dict()
     shown = "| cpm-tiny | 1 | torch | 1 | 64 | causal, sparse | full | "
     assert shown in other_tables.training_table([row])
@@ -549,12 +550,11 @@ def test_whole_steps_of_two_checkouts(tmp_path):
 
 
 STEPS = {"kind": "steps", "model": "cpm", "engine": "torch", "fp8": False, "sparse": None}
-STEPS |= {"commit": "d12d0021"}
 
 
 def test_steps_over_documents_are_means_after_the_warm_up():
     row = STEPS | {"case": "sp2", "layers": 4, "gpus": 4, "sp": 2, "mask": "documents"}
-    row |= {"micro_batch_size": 1, "batch_size": 4, "seq_len": 300}
+    row |= {"micro_batch_size": 1, "batch_size": 4, "seq_len": 300, "commit": "d12d0021"}
     row |= {"warm_up": 1, "steps_s": [9.0, 1.0, 2.0], "balances": [4.0, 1.25, 1.5]}
     assert other_tables.mixed_table([row]).splitlines()[2:] == [
         "| sp2 | 4 | 2 x 2 | 1 | 1.5 | 1, 2 | 1.25, 1.5 | 800 | - | d12d002 |"
