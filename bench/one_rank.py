@@ -19,6 +19,7 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 # As a script: Python put this folder first in the path, but imports begin at the repository.
 if __name__ == "__main__":
@@ -36,22 +37,22 @@ from bench.attention import (
     measure,
     step,
 )
-from bench.implementations import IMPLEMENTATIONS, Case
+from bench.implementations import IMPLEMENTATIONS, Case, Unavailable
 from bench.machine import Machine
 from bench.timeline import milliseconds, profiled
 from bmt_burst import SequenceParallel
 from bmt_burst.transport.imagined import ImaginedRing
 
 
-def contestant(name: str, case: Case, rank: int, size: int, machine: Machine) -> Contestant:
-    """Make variant `name` on one rank with imagined peers, which have sent random numbers."""
+def contestant(row: dict[str, Any], case: Case, machine: Machine) -> Contestant:
+    """Make the variant and rank of a row with imagined peers, which have sent random numbers."""
+    rank, size = row["rank"], row["gpus"]
     ring = ImaginedRing(rank, size)
-    attention = IMPLEMENTATIONS[name].on(case, SequenceParallel(rank, size, process_group=ring))
+    sp = SequenceParallel(rank, size, process_group=ring)
+    attention = IMPLEMENTATIONS[row["impl"]].on(case, sp)
     step(attention, *inputs(case, case.seq_len // size, machine))
     fill_slots(ring, machine)
-    row = {"kind": "one rank", "impl": name, "gpus": size, "rank": rank}
-    row |= facts_of(case, machine) | facts_of_bias(case, attention, machine)
-    return Contestant(row, case, attention)
+    return Contestant(row | facts_of_bias(case, attention, machine), case, attention)
 
 
 def one_rank(
@@ -59,8 +60,15 @@ def one_rank(
 ) -> Iterator[dict]:
     """Measure variants of one rank in turns. Yield their rows: times, rates, memory, profile."""
     tokens = case.seq_len // size
-    made = {name: contestant(name, case, rank, size, machine) for name in names}
-    for row in measure(list(made.values()), tokens, machine):
+    made = {}
+    for name in names:
+        row = {"kind": "one rank", "impl": name, "gpus": size, "rank": rank}
+        row |= facts_of(case, machine)
+        try:
+            made[name] = contestant(row, case, machine)
+        except Unavailable as reason:
+            yield row | {"unavailable": str(reason)}
+    for row in measure(list(made.values()), tokens, machine) if made else ():
         if machine.cuda and "unavailable" not in row:
             attention = made[row["impl"]].attention
             work = partial(step, attention, *inputs(case, tokens, machine))
