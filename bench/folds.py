@@ -142,7 +142,9 @@ def main() -> None:
     parser.add_argument("--checkpointing", choices=CHECKPOINTING, default="full")
     parser.add_argument("--mlp-tile", type=int, help="as of pretrain.py")
     parser.add_argument("--rounds", type=int, default=2)
-    args, machine = parser.parse_args(), Machine()
+    args = parser.parse_args()
+    options.check_layers(parser, args)
+    machine = Machine()
     machine.record(run(args, machine), args.output)
 
 

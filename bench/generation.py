@@ -149,7 +149,9 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=16384, help="tokens of a rank in a chunk")
     parser.add_argument("--no-graph", action="store_true", help="decode without a CUDA graph")
     parser.add_argument("cases", nargs="+", type=_check_case, metavar="WHAT:TOKENS[:sparse]")
-    args, machine = parser.parse_args(), Machine()
+    args = parser.parse_args()
+    options.check_layers(parser, args)
+    machine = Machine()
     if short := [case for case in args.cases if int(case.split(":")[1]) < machine.size]:
         parser.error(f"expected a token for each of {machine.size} ranks, got {short[0]}")
     machine.record(run(args, machine), args.output)

@@ -16,7 +16,7 @@ import torch
 from bench import masks
 from bench.implementations import Case
 from bmt_burst import InfLLMV2, kernels
-from models.config import CPMConfig
+from models.config import PRESETS, CPMConfig
 
 
 def make_parser(
@@ -78,6 +78,12 @@ def check_ranks(
     """End with an error unless the ranks of option `name` are some of a ring of --size ranks."""
     if wrong := [rank for rank in ranks if rank >= size]:
         parser.error(f"argument {name}: expected ranks below --size, {size}, got {wrong}")
+
+
+def check_layers(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """End with an error if --layers is more than --model has."""
+    if (args.layers or 0) > (most := PRESETS[args.model].num_layers):
+        parser.error(f"argument --layers: expected at most {most}, got {args.layers}")
 
 
 def first_layers(model: CPMConfig, count: int | None) -> CPMConfig:

@@ -37,7 +37,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from bench.machine import pretrain, record
-from bench.options import at_least, first_layers, make_parser, parse_sparse
+from bench.options import at_least, check_layers, first_layers, make_parser, parse_sparse
 from models.config import PRESETS
 
 
@@ -152,6 +152,7 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("more", nargs="*", help="further options of pretrain.py, after --")
     args = parser.parse_args()
+    check_layers(parser, args)
     if args.warm_up >= args.steps:
         parser.error(f"--warm-up must be less than --steps, {args.steps}, got {args.warm_up}")
     if args.gpus % (args.sp_size or args.gpus):
