@@ -151,11 +151,12 @@ def _equal_parts(rows: list[Row]) -> str:
 
 def steps_table(rows: list[Row]) -> str:
     """Format whole steps before and after a change: a line for each run that both of two commits
-    measured.
+    measured. `mixed_table` has those over packed documents.
     """
     runs: dict[tuple, list[Row]] = defaultdict(list)
+    packed = _of_documents(rows)
     for row in rows:
-        if row["kind"] == "steps":
+        if row["kind"] == "steps" and row not in packed:
             runs[row["case"], row["engine"]].append(row)
     pairs = ((run, found[0], found[-1]) for run, found in runs.items() if len(found) > 1)
     lines = [
