@@ -577,6 +577,21 @@ def sides_table(rows: list[Row]) -> str:
     return list_rows(rows, "sides", columns)
 
 
+def ring_table(rows: list[Row]) -> str:
+    """Format the variants of a ring, a line for each case and variant that differs from others."""
+    lines = []
+    for row in (row for row in rows if row["kind"] == "ring"):
+        case = f"{row['heads']}:{row['kv_heads']}", tokens(row["tokens"]), row["hosts"]
+        base = next(iter(row["variants"].values()))["ms"]
+        for name, found in row["variants"].items():
+            if "ms" in found:
+                shares = (f"{x:.1%}" for x in (found["ms"] / base - 1, found["range_ms"] / base))
+                shown = name, found["shape"], found["ms"], *shares, or_dash(found["extra_gib"])
+                lines.append([*case, *shown])
+    columns = "heads", "tokens of a GPU", "hosts", "variant", "passes x [hops of stages]"
+    return table([*columns, "ms", "change", "range", "GiB"], lines)
+
+
 def trainers_table(rows: list[Row]) -> str:
     """Format the speed and the memory of trainers over ranks."""
     columns: dict[str, Column] = {
@@ -618,6 +633,7 @@ TABLES = {
     "Power": power_table,
     "A change": compare_table,
     "A chunk's forward": sides_table,
+    "Stages and passes of a ring": ring_table,
     "A new mask's plan, on the host": planning_table,
     "Work of the busiest rank above the mean: %": balance_table,
     "Memory after many masks": memory_table,

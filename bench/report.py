@@ -56,6 +56,13 @@ SECTIONS = {
     ),
     "attention-*": Section("attention", "Attention over the GPUs of a host", "bash bench/bench.sh"),
     "double-ring-*": Section("attention", _TWO_HOSTS, "bash bench/bench.sh --two-hosts"),
+    "ring-*": Section(
+        "attention",
+        "Stages and passes of the ring, and double rings",
+        "bench/ring.py",
+        "forward and backward, causal, heads of 128; the range is that of the rounds; in its first "
+        "form, which measured most cases six times and those of 64K and of two hosts four times",
+    ),
     "usp-*": Section("attention", "USP: ring degree x Ulysses degree", "bash bench/bench.sh --usp"),
     "bias-*": Section("masks", "Scores with a bias", "bench/attention.py --masks bee"),
     "balance-*": Section("masks", "How evenly layouts share out work", "bench/balance.py"),
@@ -233,8 +240,8 @@ a section for each file. No file is on two pages.
 - **Variants**: "nccl" uses no copy engines. "no overlap" waits for blocks before it computes. "low
   memory" has a `group_bytes` of 144 MiB. "naive ulysses" exchanges by collectives, before one
   kernel call and after it. "q" and "kv" name the side that a backward sends. "bmt_burst" is "q" for
-  32:32 heads and "kv" for 32:8, so differences between these rows are noise. "usp" shares heads
-  between pairs of GPUs, with rings between the pairs.
+  32:32 heads of one document and "kv" for 32:8, so differences between these rows are noise.
+  "usp" shares heads between pairs of GPUs, with rings between the pairs.
 - **Errors** of a ring include one more rounding, of partial results to bf16.
 - **"two halves of a host"**: four GPUs emulate two hosts with a slow link, about 2.5 GiB/s a rank.
 - **Pretraining at 1024K tokens** on 8 GPUs is a single step, with compilation.

@@ -509,10 +509,13 @@ def test_two_checkouts_are_compared(tmp_path):
 
 
 @on_cpus
-def test_a_forward_that_sends_either_side(tmp_path):
+def test_rings_that_send_either_side_in_other_stages(tmp_path):
     [row] = measure(2, "sides.py", tmp_path)
     assert row["ms"].keys() == {"kv", "q"}
     assert "| 4:2 | 16 | 128 | 1 |" in other_tables.sides_table([row])
+    *_, row = measure(2, "ring.py --rounds 1", tmp_path)
+    assert row["variants"]["144 MiB"]["shape"] == "kv 2 x [1], kv 2 x [1]"
+    assert "| 4:2 | 16 | 1 | ring | kv 1 x [1], kv 1 x [1] |" in other_tables.ring_table([row])
 
 
 @on_cpus
