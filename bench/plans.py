@@ -51,7 +51,7 @@ CALIBRATION = {
 }
 
 # The files of runs that chose by a plan what they keep.
-_NEWER = "steps-*", "chunks-*", "training-2-nvidia-h200-sala.jsonl"
+_NEWER = "steps-*", "chunks-*", "training-*-again.jsonl", "training-2-nvidia-h200-sala.jsonl"
 
 
 @dataclass(frozen=True)
