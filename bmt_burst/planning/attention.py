@@ -138,15 +138,7 @@ class AttentionShape:
         """The keys that chunks have memory for, on the first rank in each row: all, or those in the
         window of the next chunk, and the last chunk's. 0 without chunks.
         """
-        if self.chunk is None:
-            return 0
-        chunks = self.chunks
-        if self.window is None:
-            return chunks.length(0)
-        first, *_ = chunks.layouts
-        stop = first.seq_len
-        in_window = first.count(0, (max(stop - self.window + 1, 0), stop))
-        return (len(chunks.spans) - 1) * in_window + chunks.layouts[-1].length(0)
+        return 0 if self.chunk is None else _count_kept_tokens(self)
 
     @property
     def choice_bytes(self) -> int:
@@ -183,6 +175,17 @@ def find_refusal(strategy: str, pairs: Mask | Scores, layout: Layout, inner: int
 def chunk_tokens(tokens: int, most: int) -> int:
     """Return the tokens of the longest chunk, if a chunk has at most `most` tokens."""
     return -(-tokens // count_chunks(tokens, most))
+
+
+@functools.lru_cache(maxsize=1024)  # all layers of a model ask, and chunks may be thousands
+def _count_kept_tokens(shape: AttentionShape) -> int:
+    chunks = shape.chunks
+    if shape.window is None:
+        return chunks.length(0)
+    first, *_ = chunks.layouts
+    stop = first.seq_len
+    in_window = first.count(0, (max(stop - shape.window + 1, 0), stop))
+    return (len(chunks.spans) - 1) * in_window + chunks.layouts[-1].length(0)
 
 
 @functools.lru_cache(maxsize=1024)
