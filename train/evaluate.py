@@ -218,9 +218,8 @@ class Evaluation:
         self.grid = ranks.together(self._choose_grid)
         watchdog.alive("building the model")
         engine = make_engine(self.config, model, sp, device, trains=False)
-        self.text = ranks.together(
-            lambda: read_text(Path(request.text)) if request.text else SENTENCES
-        )
+        text = request.text
+        self.text = ranks.together(lambda: read_text(Path(text)) if text else SENTENCES)
         self.subject: Subject = ranks.together(
             lambda: Subject(
                 engine,

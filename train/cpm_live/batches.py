@@ -48,9 +48,8 @@ class LiveMicroBatch(Work):
         return model(*self.inputs, self.scores, self.labels, self.layouts, by_row=by_row)
 
     def to(self, device: torch.device) -> LiveMicroBatch:
-        return replace(
-            self, inputs=tuple(x.to(device) for x in self.inputs), labels=self.labels.to(device)
-        )
+        inputs = tuple(x.to(device) for x in self.inputs)
+        return replace(self, inputs=inputs, labels=self.labels.to(device))
 
 
 class LiveBatches(Dealer[LiveMicroBatch]):

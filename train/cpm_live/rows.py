@@ -393,9 +393,7 @@ def ant_row(
     fields = {name: _pad(name, [part[name] for part in parts], seq_len) for name in parts[0]}
     fields |= _number_spans(spans, seq_len, padding=len(spans))
     targets = fields.pop("targets").long()
-    scores = ant_scores(
-        config, *(fields[name] for name in ("length", "context", "segment", "span"))
-    )
+    scores = ant_scores(config, *(fields[x] for x in ("length", "context", "segment", "span")))
     return Row(fields, scores, targets, torch.zeros_like(targets), len(texts))
 
 

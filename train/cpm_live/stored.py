@@ -109,9 +109,8 @@ class InstanceFiles:
         self._folder, self._tokens = folder, opened["tokens"]
         self._subs, self._segments = opened["subs"], opened["segments"]
         self.starts = np.append(opened["documents"][:], len(self._tokens))
-        self._segment_starts = np.append(
-            opened["segment_starts"][:], len(self._segments) // len(COLUMNS)
-        )
+        stop = len(self._segments) // len(COLUMNS)
+        self._segment_starts = np.append(opened["segment_starts"][:], stop)
         counts = [len(self._segment_starts), len(self.starts)], [len(self._subs), len(self._tokens)]
         if any(a != b for a, b in counts) or (np.diff(self._segment_starts) <= 0).any():
             raise ValueError(f"{folder} has files of instances that do not match: {counts}")

@@ -55,9 +55,8 @@ class SubIds:
 
     def text(self, token: int, sub: int) -> str | None:
         """Return the text that has this sub-id of a token, or None."""
-        return next(
-            (text for text, number in self._numbers.get(token, {}).items() if number == sub), None
-        )
+        numbers = self._numbers.get(token, {})
+        return next((text for text, number in numbers.items() if number == sub), None)
 
 
 class BeeTokenizer(LiveTokenizer):

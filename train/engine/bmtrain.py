@@ -58,9 +58,8 @@ class BMTrainEngine(Engine):
         layers: Any = self.model.get_submodule(at)
         self._blocks = [bmtrain.Block(block, use_checkpoint=False) for block in layers]
         self.model.set_submodule(at, bmtrain.TransformerBlockList(self._blocks))
-        self._optimizer = ShardedAdamW(
-            {name: self._make_shard(p, offload) for name, p in self._parameters.items()}, adamw
-        )
+        shards = {name: self._make_shard(p, offload) for name, p in self._parameters.items()}
+        self._optimizer = ShardedAdamW(shards, adamw)
         self._grads: dict[str, Tensor] = {}  # sums over the micro-batches since the last step
         self._start_masters(seed)
         self._store_weights()

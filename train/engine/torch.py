@@ -44,9 +44,8 @@ class TorchEngine(Engine):
         self._shard_model(dtype, keeps_weights)
         # DTensors, as are their gradients
         self._sharded: dict[str, Any] = dict(self.model.named_parameters())
-        self._optimizer = ShardedAdamW(
-            {name: self._make_shard(p) for name, p in self._sharded.items()}, adamw
-        )
+        shards = {name: self._make_shard(p) for name, p in self._sharded.items()}
+        self._optimizer = ShardedAdamW(shards, adamw)
         self._start_masters(seed)
 
     def _shard_model(self, dtype: torch.dtype, keeps_weights: bool) -> None:

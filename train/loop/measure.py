@@ -175,9 +175,8 @@ def peak_tflops(device: torch.device, dtype: torch.dtype) -> float | None:
     if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
         return None
     words = set(torch.cuda.get_device_name(device).replace("-", " ").split())
-    return next(
-        (peak for name, peak in _PEAK_TFLOPS.items() if words.issuperset(name.split())), None
-    )
+    known = (peak for name, peak in _PEAK_TFLOPS.items() if words.issuperset(name.split()))
+    return next(known, None)
 
 
 class LossSums:

@@ -207,9 +207,8 @@ class Trainer:
             next(parts, None)  # chunks check the last backward
         mine = sums.read()  # waits for the device
         # one sum over the ranks also tells whether any of them must stop or failed to save
-        stops, failures, total, *of_sources = self.stopping.decide_with(
-            [float(self.saves.saver.failed), *mine]
-        )
+        failed = float(self.saves.saver.failed)
+        stops, failures, total, *of_sources = self.stopping.decide_with([failed, *mine])
         if failures:
             self.saves.saver.raise_failure()
         return total / targets, bool(stops), of_sources

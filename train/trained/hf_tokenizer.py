@@ -60,9 +60,8 @@ def save_for_transformers(
 
 def _put_in_front(begin: str, backend: Backend) -> None:
     template = {"single": [begin, "$A"], "pair": [begin, "$A", begin, "$B:1"]}
-    rules = processors.TemplateProcessing(
-        **template, special_tokens=[(begin, backend.token_to_id(begin))]
-    )
+    special = [(begin, backend.token_to_id(begin))]
+    rules = processors.TemplateProcessing(**template, special_tokens=special)
     before = backend.post_processor
     backend.post_processor = processors.Sequence([before, rules]) if before else rules
 
