@@ -99,9 +99,7 @@ def lines_of(metrics: Metrics, steps: range, capsys, monkeypatch) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
 
-def test_a_log_has_a_line_for_some_steps_with_the_time_left_and_the_records_have_all(
-    tmp_path, capsys, monkeypatch
-):
+def test_a_log_has_lines_for_some_steps_with_the_time_left(tmp_path, capsys, monkeypatch):
     lines = lines_of(Metrics(tmp_path, 0, 3613, log_every=6), range(1, 14), capsys, monkeypatch)
     values = "loss 1.0000, lr 1.00e-03, 1,234 tokens/s"
     assert lines == [
@@ -233,9 +231,7 @@ def test_wandb_gets_every_record_and_a_resumed_run_continues_its_run(settings, t
     assert wandb.log("init")[-1]["id"] is None
 
 
-def test_a_network_that_is_down_ends_no_run_and_a_missing_login_does(
-    settings, tmp_path, wandb, capsys
-):
+def test_wandb_may_be_out_of_reach_but_needs_a_login(settings, tmp_path, wandb, capsys):
     wandb.FAILS["online"] = wandb.CommError("timed out")
     train(settings, wandb="mine")
     assert "wandb cannot be reached, and records offline: timed out" in capsys.readouterr().err
@@ -247,9 +243,7 @@ def test_a_network_that_is_down_ends_no_run_and_a_missing_login_does(
         assert not (tmp_path / kind.__name__ / "metrics.jsonl").exists()
 
 
-def test_wandb_that_is_not_installed_and_names_that_it_refuses_are_errors_at_once(
-    settings, tmp_path, monkeypatch
-):
+def test_wandb_that_is_missing_or_refuses_a_name_is_an_error(settings, tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ranks.RankError, match=r"--wandb needs .* pip install 'bmt_burst\[wandb\]'"):
         train(settings, wandb="mine")

@@ -63,9 +63,7 @@ def test_an_evaluation_reports_its_start_and_its_loss(settings, tmp_path, capsys
     assert re.search(r"step 1: far_loss \d\.\d{4} \(of only \d targets?\), in ", printed)
 
 
-def test_a_signal_stops_an_evaluation_at_once_and_resuming_makes_up_for_it(
-    settings, tmp_path, monkeypatch
-):
+def test_an_evaluation_that_a_signal_stopped_is_made_up_for(settings, tmp_path, monkeypatch):
     """At a step that is saved anyway, at one that is not, and at the last one."""
     options = {"val_data": settings["data"], "eval_every": 1, "steps": 4, "resume": "auto"}
     train(settings, **options, output=str(tmp_path / "whole"))
@@ -273,9 +271,7 @@ def as_of_before(state) -> None:
     state["config"]["layout"] = "zigzag"
 
 
-def test_documents_are_kept_apart_unless_the_run_resumes_one_that_did_not(
-    settings, tmp_path, capsys
-):
+def test_documents_are_apart_unless_a_resumed_run_joined_them(settings, tmp_path, capsys):
     """A checkpoint of a version that did not know of documents goes on as it was. Whole texts get
     no begin token.
     """
@@ -297,9 +293,7 @@ def test_documents_are_kept_apart_unless_the_run_resumes_one_that_did_not(
     assert set(records(tmp_path / "new", "balance").values()) == {1.0}
 
 
-def test_training_and_validation_have_begin_tokens_and_resuming_keeps_them(
-    settings, tmp_path, capsys
-):
+def test_all_texts_have_begin_tokens_which_resumed_runs_keep(settings, tmp_path, capsys):
     """The same as by name; others than without; bit for bit as if it had not stopped, also with
     windows.
     """
@@ -333,9 +327,7 @@ def test_the_strategy_may_change_on_resume(settings, tmp_path, capsys):
     assert TrainConfig(ulysses_size=1).attention["strategy"] == "usp"
 
 
-def test_a_kernel_that_is_not_deterministic_is_refused_before_anything_is_written(
-    settings, tmp_path, monkeypatch
-):
+def test_a_kernel_that_is_not_deterministic_is_refused_at_once(settings, tmp_path, monkeypatch):
     def refuses(spec, q, k):
         return "its backward adds up in no fixed order" if spec.deterministic else None
 
