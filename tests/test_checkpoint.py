@@ -211,9 +211,7 @@ def test_old_checkpoints_go_before_the_save_only_where_space_is_short(
 
 
 @pytest.mark.parametrize("spoiled", ["nothing", "damaged", "skipped"])
-def test_the_last_good_checkpoint_never_goes_before_the_save(
-    tmp_path, alone, small_disk, monkeypatch, spoiled
-):
+def test_the_last_good_checkpoint_is_kept(tmp_path, alone, small_disk, monkeypatch, spoiled):
     """Neither the only one, nor the one before a newest that is damaged or was saved amid skipped
     steps.
     """

@@ -74,9 +74,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, alone, held):
     mine.close()
 
 
-def test_the_next_save_waits_and_the_checkpoint_before_stays_until_it_is_whole(
-    tmp_path, alone, held
-):
+def test_the_next_save_waits_and_the_one_before_stays_until_then(tmp_path, alone, held):
     noted = []
     mine = make_saver(tmp_path, note=noted.append)
     threading.Timer(0.2, held.set).start()

@@ -141,9 +141,7 @@ def states(monkeypatch, streams: list[Stream], samples: int) -> list[dict]:
 @pytest.mark.parametrize(
     ("seq_len", "before", "after"), [(7, 1, 1), (7, 2, 8), (2000, 8, 1), (2000, 4, 2)]
 )
-def test_a_resumed_run_has_the_same_rows_on_any_number_of_ranks(
-    folder, monkeypatch, seq_len, before, after
-):
+def test_a_resumed_run_has_the_same_rows(folder, monkeypatch, seq_len, before, after):
     whole = take(opened(folder, seq_len=seq_len), range(48))
     streams = [opened(folder, seq_len=seq_len) for _ in range(before)]
     for first, samples in ((0, 8), (8, 24), (24, 32)):  # it is saved several times
