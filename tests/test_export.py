@@ -6,6 +6,7 @@ import dataclasses
 import json
 import random
 import resource
+import signal
 import subprocess
 from pathlib import Path
 from unittest.mock import ANY
@@ -295,6 +296,14 @@ def test_what_a_killed_export_left_is_replaced(run, tmp_path):
     expected = {"config.json", "generation_config.json", "model.safetensors"}
     assert names == expected | {f"tokenizer{x}.json" for x in ("", ".spec", "_config")}
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_an_interrupted_export_leaves_a_line_and_nothing_else(run, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch, "save", lambda *_: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(SystemExit) as stopped:
+        exported(run, tmp_path / "out", "--format", "bmtrain")
+    assert (stopped.value.code, [*tmp_path.iterdir()]) == (130, [])
+    assert capsys.readouterr().err == "export.py: interrupted, nothing was written\n"
 
 
 @pytest.mark.parametrize("kind", ["huggingface", "bmtrain"])

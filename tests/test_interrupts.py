@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.launcher import (
+    ROOT,
     children,
     draw_no_curves,
     forkserver,
@@ -65,6 +67,17 @@ def test_a_signal_ends_the_run_in_order(folder):
         f"stopped after step {steps}; to resume, run the same command with --resume auto" in printed
     )
     assert checkpoint.newest(folder / name) == folder / name / f"step_{steps:08d}"
+
+
+def test_an_interrupt_ends_imports_without_a_traceback(tmp_path):
+    interrupt = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"
+    for module in ("torch", "tqdm"):
+        (tmp_path / f"{module}.py").write_text(interrupt)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    for script in ("pretrain", "plan", "generate", "evaluate", "export", "prepare_data"):
+        line = [sys.executable, ROOT / f"train/{script}.py"]
+        done = subprocess.run(line, env=environment, capture_output=True, timeout=50)
+        assert (done.returncode, done.stderr) == (-signal.SIGINT, b""), script
 
 
 def test_a_second_interrupt_ends_the_run_now(folder):

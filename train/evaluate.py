@@ -24,9 +24,9 @@ from typing import Any
 # As a script, Python puts this folder first in the path. Put the repository there instead.
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-    from train.base.signals import die_with_parent
+    from train.base.signals import begin_script
 
-    die_with_parent()  # early, since the parent may die while torch is imported
+    begin_script()
 
 from train.base import ranks
 from train.base.command_line import ArgumentParser, read_length

@@ -16,11 +16,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 # As a script, Python puts this folder first in the path. Put the repository there instead.
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from train.base.signals import begin_script
+
+    begin_script()
+
+import torch
 
 from models.config import CPMConfig
 from models.hf_config import config_to_hf
@@ -28,6 +31,7 @@ from models.hf_families import FAMILIES, keeps_scalings
 from models.huggingface import fold_scalings, round_weight, save_weights
 from train.base.command_line import ArgumentParser
 from train.base.folders import write_aside
+from train.base.signals import INTERRUPTED, Interrupts
 from train.checkpoints import checkpoint
 from train.checkpoints.beside import carry_over
 from train.data.end_of_text import listed
@@ -136,6 +140,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.keep_scalings and args.format == "bmtrain":
         parser.error("--keep-scalings is for --format huggingface; bmtrain always keeps them")
     dtype = DTYPES[args.dtype]
+    Interrupts()  # raises, so that what was written is removed
     try:
         if os.path.lexists(args.output):
             raise ValueError(f"{args.output} exists: give another --output")
@@ -149,6 +154,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 notes = export_huggingface(saved, tokenizer, folder, dtype, args.keep_scalings)
     except (ValueError, OSError, checkpoint.CheckpointError) as error:
         parser.fail(error)
+    except KeyboardInterrupt:
+        parser.exit(INTERRUPTED, "export.py: interrupted, nothing was written\n")
     print(f"wrote {args.output} from {path}", *notes, sep="\n")
 
 

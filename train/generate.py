@@ -22,15 +22,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 # As a script, Python puts this folder first in the path. Put the repository there instead.
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-    from train.base.signals import die_with_parent
+    from train.base.signals import begin_script
 
-    die_with_parent()  # early, since the parent may die while torch is imported
+    begin_script()
 
+import torch
 import torch.distributed as dist
 
 from bmt_burst import init_sequence_parallel

@@ -21,6 +21,9 @@ from typing import Any
 # As a script, Python puts this folder first in the path. Put the repository there instead.
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from train.base.signals import begin_script
+
+    begin_script()
 
 from train.base.command_line import ArgumentParser, read_total
 from train.planning.report import Budget, advice, describe, table

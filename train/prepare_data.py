@@ -22,11 +22,14 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
-from tqdm import tqdm
-
 # As a script, Python puts this folder first in the path. Put the repository there instead.
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from train.base.signals import begin_script
+
+    begin_script()
+
+from tqdm import tqdm
 
 from train.base.command_line import ArgumentParser, read_length
 from train.base.folders import write_aside

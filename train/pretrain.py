@@ -22,12 +22,9 @@ from pathlib import Path
 # As a script, Python puts this folder first in the path. Put the repository there instead.
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-    from train.base.signals import die_with_parent, has_launcher
+    from train.base.signals import begin_script
 
-    # early, since the parent may die while torch is imported
-    die_with_parent(agent_dies=signal.SIGTERM)
-    if not has_launcher():
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # so that Ctrl-C prints no traceback
+    begin_script(agent_dies=signal.SIGTERM)
 
 import torch.distributed as dist
 

@@ -101,7 +101,7 @@ class Interrupts:
 
     def __init__(self):
         self._received = False
-        if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+        if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
             signal.signal(signal.SIGINT, self._note)
 
     def check(self) -> None:
@@ -123,10 +123,13 @@ def has_agent() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ and not has_launcher()
 
 
-def die_with_parent(agent_dies: signal.Signals = signal.SIGKILL) -> None:
-    """Let Linux kill this rank if its launcher is killed. If torchrun's agent dies, as of SIGUSR1
-    from Slurm, send it `agent_dies`, so that it can still save.
+def begin_script(agent_dies: signal.Signals = signal.SIGKILL) -> None:
+    """Let Ctrl-C end this process without a traceback, and let Linux kill it if its launcher is
+    killed. If torchrun's agent dies, as of SIGUSR1 from Slurm, send it `agent_dies`, so that it can
+    still save. Scripts call this before they import torch, which takes seconds.
     """
+    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     if sys.platform != "linux" or not (has_agent() or has_launcher()):
         return
     parent, signum = os.getppid(), agent_dies
