@@ -16,7 +16,6 @@ import hashlib
 import itertools
 import os
 import shutil
-import signal
 import sys
 from collections.abc import Iterator
 from contextlib import closing
@@ -34,7 +33,7 @@ from tqdm import tqdm
 from train.base.command_line import ArgumentParser, read_length
 from train.base.folders import write_aside
 from train.base.parallel import map_in_order
-from train.base.signals import Interrupts
+from train.base.signals import INTERRUPTED, Interrupts
 from train.base.wording import counted
 from train.data.end_of_text import describe_end, named_ends
 from train.data.files import MEGATRON, TextFile
@@ -325,8 +324,7 @@ def main() -> None:
     except (ValueError, OSError) as error:
         parser.fail(error)
     except KeyboardInterrupt:
-        print("prepare_data.py: interrupted, nothing was written", file=sys.stderr)
-        sys.exit(128 + signal.SIGINT)
+        parser.exit(INTERRUPTED, "prepare_data.py: interrupted, nothing was written\n")
 
 
 if __name__ == "__main__":
