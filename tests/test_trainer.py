@@ -406,9 +406,7 @@ def started(settings, source, output, **options) -> bool:
     return train(settings, init_from=str(source), **options)
 
 
-def test_weights_of_another_tokenizer_start_a_run_only_if_that_is_allowed(
-    settings, theirs, tmp_path, capsys
-):
+def test_weights_of_another_tokenizer_need_to_be_allowed(settings, theirs, tmp_path, capsys):
     """Exported weights have an identity. Others have a file under the name that all know."""
     mine, source, plain = tmp_path / "text", tmp_path / "hf", tmp_path / "plain"
     other = written_text(tmp_path / "theirs", theirs)
@@ -527,6 +525,7 @@ def test_a_model_beside_a_checkpoint_must_agree_with_it(other_shape, tmp_path):
     for options, message in (
         (alone | {"resume": "auto", "model": "cpm-tiny"}, preset),
         (stage | {"model": "cpm-tiny"}, preset),
+        (stage | {"model": "cpm-ant-tiny"}, "another model: model_type cpm -> cpm-ant; leave out"),
         (stage | {"init_from": str(tmp_path / "other")}, "; leave out --init-from .*other to cont"),
         (stage | {"init_from": "gone"}, "gone does not exist; leave out --init-from to continue"),
         (stage | {"untie": True}, "another model: tie_embeddings True -> False; leave out --untie"),

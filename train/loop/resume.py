@@ -22,7 +22,7 @@ from train.data.tokenizer import Tokenizer
 from train.loop.progress import Progress, learning_rate
 from train.settings.config import TrainConfig
 from train.settings.facts import REPLACES, TECHNICAL
-from train.settings.kinds import ModelConfig, config_of, saved_model
+from train.settings.kinds import ModelConfig, config_of, kind_of, saved_model
 from train.settings.settings import FACTS
 
 _NOTES = {"max_position_embeddings", "family"}  # fields of a model that no computation uses
@@ -149,6 +149,8 @@ def check_model(
 
 def _changed_fields(before: ModelConfig, now: ModelConfig) -> dict[str, tuple]:
     """Return the fields that a computation uses and that differ, with both values."""
+    if type(before) is not type(now):
+        return {"model_type": (kind_of(before).name, kind_of(now).name)}
     changed = _differences(before.to_dict(), now.to_dict())
     return {name: values for name, values in changed.items() if name not in _NOTES}
 
