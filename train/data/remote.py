@@ -79,7 +79,7 @@ def open_remote(url: str) -> io.BufferedReader:
 
 def list_remote(url: str) -> list[tuple[str, int]]:
     """Return the addresses that match a pattern, sorted, with their bytes."""
-    with _as_os_error():
+    with _as_os_error(url):
         file_system, path = _find(url)
         found = file_system.glob(path) if has_wildcards(path) else [path]
         sizes = [(file_system.unstrip_protocol(x), file_system.size(x)) for x in sorted(found)]
@@ -118,12 +118,12 @@ def _find(url: str) -> tuple[Any, str]:
 
 
 @contextmanager
-def _as_os_error() -> Iterator[None]:
-    """Make every error but ValueError an OSError that has an errno."""
+def _as_os_error(url: str | None = None) -> Iterator[None]:
+    """Make every error but ValueError an OSError that has an errno. It names the `url`, if any."""
     try:
         yield
     except ValueError:
         raise
     except Exception as error:
         number = getattr(error, "errno", None) or errno.EIO
-        raise OSError(number, f"{type(error).__name__}: {error}") from error
+        raise OSError(number, f"{type(error).__name__}: {error}", url) from error
