@@ -51,9 +51,8 @@ def rings(inner, outer):
         chance = random.Random(seed)
         mask = random_mask(chance, chance.randint(size, 6 * size + 5))
         limits = tuple(chance.choice((None, 1, chance.randint(1, 20))) for _ in range(2))
-        yield ring_of(
-            mask, random_layout(chance, mask, size), inner, outer, limits, chance.random() < 0.5
-        )
+        layout = random_layout(chance, mask, size)
+        yield ring_of(mask, layout, inner, outer, limits, chance.random() < 0.5)
     for name, limit in itertools.product(LAYOUTS, (None, 9)):
         mask = Mask.causal(7 * size + size // 2)
         yield ring_of(mask, Layout.named(name, mask.seq_len, size), inner, outer, (limit, limit))
@@ -67,18 +66,13 @@ def test_stages_are_few_and_within_limits(inner, outer):
             for host in range(outer):
                 stages = [ring.rounds[rank][number].stages for rank in ring.host_of(host * inner)]
                 hops = [stage.hops for stage in stages[0]]
-                assert all([stage.hops for stage in other] == hops for other in stages), (
-                    "alike on all ranks of a host"
-                )
+                assert all([stage.hops for stage in other] == hops for other in stages)
                 sizes = [len(part) for part in hops]
-                assert sorted(hop for part in hops for hop in part) == [
-                    hop for part in hops for hop in part
-                ]
+                every = [hop for part in hops for hop in part]
+                assert every == sorted(every)
                 assert max(sizes, default=0) - min(sizes, default=0) <= 1
-                if sizes:
-                    assert sizes[-1 if back else 0] == min(sizes), (
-                        "what nothing overlaps with is not the longest"
-                    )
+                if sizes:  # the stage that nothing overlaps with is not the longest
+                    assert sizes[-1 if back else 0] == min(sizes)
                 for stage in itertools.chain(*stages):
                     if len(stage.hops) > 1:
                         assert stage.tokens <= (limit or stage.tokens)
@@ -87,11 +81,8 @@ def test_stages_are_few_and_within_limits(inner, outer):
                     assert len(hops) <= 1
         for routes, rounds in zip(ring.routes, ring.rounds, strict=True):
             for stage in itertools.chain(*(round_.stages for round_ in rounds)):
-                assert (
-                    stage.tokens
-                    <= routes.landing_tokens(stage.hops)
-                    <= routes.landing_tokens(range(1, inner))
-                )
+                most = routes.landing_tokens(stage.hops)
+                assert stage.tokens <= most <= routes.landing_tokens(range(1, inner))
 
 
 def test_packed_tensors_start_at_multiples_of_256_bytes():
