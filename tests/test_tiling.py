@@ -80,6 +80,16 @@ def count_pairs(calls, queries, keys, shape):
     return counts
 
 
+def test_pairs_that_queries_or_keys_of_each_rank_are_in():
+    """Those of steps are exact if they rise evenly."""
+    for seed in range(30):
+        mask = random_mask(random.Random(seed), 60) if seed else Mask.causal(60)
+        layout = Layout.balanced(mask, 4) if seed % 2 else Layout.zigzag(60, 4)
+        tiling, visible = Tiling(mask, layout if seed else Layout.striped(60, 4)), mask.dense()
+        for side, seen in ((tiling, visible.sum(1)), (tiling.transposed, visible.sum(0))):
+            assert side.pairs == [seen[tiling.layout.positions(r)].sum() for r in range(4)]
+
+
 def test_layouts_of_other_steps():
     """A band is a staircase. Calls of striped queries grow with the logarithm of their number."""
     names = [*LAYOUTS, "two steps"]

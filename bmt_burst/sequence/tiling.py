@@ -121,16 +121,22 @@ class Tiling:
                     found.setdefault(viewer.owner // inner, set()).add(shifted(seen, at))
         return {host: merged(spans) for host, spans in found.items()}
 
-    def count_pairs(self, rank: int) -> float:
-        """Count the pairs that queries of `rank` see. Every n-th query counts as 1/n of all."""
-        count = 0.0
-        for run in self.layout.runs(rank):
-            for index in self._slices.around(run.start, run.stop):
-                if part := _part(self.mask.slices[index], run):
-                    tokens = length(part.span)
-                    reach = part.first, part.first + part.step * (tokens - 1) + 1
-                    count += part.slice._replace(q=reach).area * tokens / length(reach)
-        return count
+    @functools.cached_property
+    def pairs(self) -> list[float]:
+        """The number of pairs that each rank's queries see. Every n-th query counts as 1/n of all.
+
+        One sweep over all runs, since ranks count the pairs of all ranks.
+        """
+        assert self.is_one_layout, "the runs are those of keys"
+        counts, at, before = [0.0] * self.layout.size, 0, 0
+        for start, step, rank, span in self._owners[0]:
+            stop = start + step * (length(span) - 1) + 1
+            if start != at:
+                before = self._count_before(start)
+            after = self._count_before(stop)
+            counts[rank] += (after - before) * length(span) / (stop - start)
+            at, before = stop, after
+        return counts
 
     def own_tiles(self, rank: int) -> list[TileFields]:
         """Return how queries of `rank` attend to its own keys, in tokens of its shards."""
@@ -163,6 +169,19 @@ class Tiling:
                 first, last = _inside(start, step, len(positions), *s.q)
                 if first < last:
                     yield s.seen_from(start + step * first, start + step * (last - 1))
+
+    def _count_before(self, position: int) -> int:
+        """Count the pairs that queries before a position see."""
+        near = self._slices.around(position, position)
+        count = self._areas[near.start]
+        for (start, stop), kv, low, high in self.mask.slices[near.start : near.stop]:
+            count += Slice((start, min(stop, position)), kv, low, high).area
+        return count
+
+    @functools.cached_property
+    def _areas(self) -> list[int]:
+        """The pairs of all slices before each one, and of all."""
+        return [*itertools.accumulate((s.area for s in self.mask.slices), initial=0)]
 
     def _parts(self, rank: int) -> list[_QueryRun]:
         """Return the queries of a rank, by slice."""

@@ -160,16 +160,19 @@ class RingPlan(Plan):
 
         A rank computes the pairs of the side that stays, and layouts with equal work for queries
         may have unequal work for keys.
+
+        choices  those with fewer bytes first
         """
-        if len(choices) == 1:
-            return choices[0]
 
         def cost(payload: Payload) -> float:
             tiling = self._tiling.transposed if payload.sends_queries else self._tiling
-            pairs = max(map(tiling.count_pairs, range(self.problem.layout.size)))
-            return payload.most_bytes(self.problem) * pairs
+            return payload.most_bytes(self.problem) * max(tiling.pairs)
 
-        return min(choices, key=cost)
+        first, *others = choices
+        mask, size = self.problem.mask, self.problem.layout.size
+        # the fullest rank has at least the mean of the pairs
+        able = [x for x in others if x.most_bytes(self.problem) * mask.area < cost(first) * size]
+        return min((first, *able), key=cost) if able else first
 
     def _find_calls(self, landing: Landing, payload: Payload) -> list[GatheredCall]:
         """Return the kernel calls of this rank's tokens with those that landed."""

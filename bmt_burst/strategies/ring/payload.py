@@ -119,12 +119,12 @@ def forward_payload(problem: Problem) -> Payload:
 
 def backward_payloads(problem: Problem) -> list[Payload]:
     """Return the payloads between which the mask may choose, in a problem's backward. "auto" has
-    the one with the fewest bytes, and if keys are the same tokens as queries, also those with less
-    than twice as many.
+    the one with the fewest bytes, and if other ranks have tokens and keys are the same tokens as
+    queries, also those with less than twice as many.
     """
     found = _by_bytes(problem, problem.backward, {"q": QueriesDelta(), "kv": KeysValues()})
     least = found[0].most_bytes(problem)
-    others = found[1:] if problem.kv_layout is None else []
+    others = found[1:] if problem.kv_layout is None and problem.layout.size > 1 else []
     return [found[0], *(each for each in others if each.most_bytes(problem) < 2 * least)]
 
 
