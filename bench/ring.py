@@ -6,9 +6,10 @@
 
 A row is one case: for each variant the milliseconds of a forward and backward on the slowest rank,
 the median of the rounds, and their range; the peak of memory; the passes and the hops of each of
-their stages. Variants whose plans have the same are measured once. Gradients must be equal up to
-rounding. On two hosts, single rings stand beside double ones, for either side that a backward
-sends. With NCCL_HOSTID, ranks of one machine count as hosts of their own, which sockets connect.
+their stages. Variants with the same passes and hops are measured once. Gradients must be equal up
+to rounding. On two hosts, single rings are compared with double ones, for either side that a
+backward sends. With NCCL_HOSTID, ranks of one machine count as hosts of their own, which sockets
+connect.
 """
 
 from __future__ import annotations
