@@ -80,8 +80,7 @@ def count_pairs(calls, queries, keys, shape):
     return counts
 
 
-def test_pairs_that_queries_or_keys_of_each_rank_are_in():
-    """Those of steps are exact if they rise evenly."""
+def test_the_pairs_of_each_ranks_queries_and_of_its_keys():
     for seed in range(30):
         mask = random_mask(random.Random(seed), 60) if seed else Mask.causal(60)
         layout = Layout.balanced(mask, 4) if seed % 2 else Layout.zigzag(60, 4)
