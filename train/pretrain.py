@@ -16,6 +16,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 
@@ -26,15 +27,18 @@ if __name__ == "__main__":
 
     begin_script(agent_dies=signal.SIGTERM)
 
+import torch
 import torch.distributed as dist
 
+from bmt_burst import ahead
+from models.config import CPMConfig
 from train.base import ranks
 from train.base.signals import StopSignal
 from train.checkpoints import checkpoint
 from train.loop.stages import Stages, parse_run
 from train.loop.trainer import Trainer
 from train.planning.dry_run import advise, dry_run, fit_memory
-from train.planning.warming import start_compiler, warm
+from train.planning.warming import MODULES, warm
 from train.run import ending
 from train.run.distributed import choose_device, init_distributed
 from train.run.launch import launch
@@ -70,7 +74,7 @@ def _run_rank(
     watchdog.alive("waiting for the other ranks to join")
     device, later = choose_device(config.device), list[TrainConfig]()
     # the compiler imports while this process joins the others and opens the data
-    with start_compiler(config, device) as compiler:
+    with _start_compiler(config, device) as compiler:
         init_distributed(config, stages.shared if stages else None)
         if stages:
             stages.check(device)
@@ -89,6 +93,15 @@ def _run_rank(
         dist.destroy_process_group()
         watchdog.close()
         replace_process([__file__, *argv], variables, stop)
+
+
+def _start_compiler(config: TrainConfig, device: torch.device) -> ahead.Compiler | nullcontext:
+    """Return a process that begins to import, if `warm` will compile with it, otherwise nothing."""
+    # the errors of inputs that all ranks open later
+    with suppress(OSError, ValueError, checkpoint.CheckpointError):
+        if device.index == 0 and isinstance(config.model_config(), CPMConfig):
+            return ahead.Compiler(*MODULES)
+    return nullcontext()
 
 
 def _print_stop(config: TrainConfig, step: int) -> None:

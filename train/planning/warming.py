@@ -6,9 +6,9 @@ They launch nothing, and their peers are imagined. `bmt_burst.ahead` compiles wh
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import os
-from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +22,6 @@ from bmt_burst.nn import BurstAttention
 from models.config import CPMConfig
 from models.cpm import CPM
 from train.base import ranks
-from train.checkpoints.checkpoint import CheckpointError
 from train.data.batches import Batches
 from train.data.folder import Row
 from train.engine.adamw import Update
@@ -73,7 +72,7 @@ class Rehearsal:
         return replace(model, vocab_size=64, intermediate_size=64, rope_scaling=None)
 
     def arguments(self) -> list[tuple[Any, ...]]:
-        """Return the arguments of `take_steps`: strategies, some ranks, and what they send."""
+        """Return the arguments of `take_steps`: strategies, some ranks, what they send, parts."""
         strategies = [self.attention["strategy"]]
         if strategies == ["auto"]:
             # of documents, one-call needs no other kernels than the ring
@@ -83,7 +82,8 @@ class Rehearsal:
         # a run with more chunks may send the other side
         both = self.size > 1 < self.chunks and self.model.infllm is None
         sample = sorted({0, 1 % self.size, self.size // 2, self.size - 1})
-        return [*itertools.product(runs, sample, ["q", "kv"] if both else [None])]
+        parts = range(max(len(self.examples()) // 2, 1))
+        return [*itertools.product(runs, sample, ["q", "kv"] if both else [None], parts)]
 
     def examples(self) -> list[list[int]]:
         """Return the ends of documents of sequences."""
@@ -107,10 +107,11 @@ class _Examples(list[list[int]]):
         return Row(zeros, zeros, tuple(self[index or 0]))
 
 
-def take_steps(run: Rehearsal, rank: int, side: str | None) -> None:
-    """Take steps of all kinds, as this rank of a sequence."""
+def take_steps(run: Rehearsal, rank: int, side: str | None, part: int) -> None:
+    """Take steps of all kinds, as this rank, with two examples besides that of one document."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    data = _Examples(run.examples())
+    first, *others = run.examples()
+    data = _Examples([first, *others[2 * part : 2 * part + 2]])
     data.documents, tokens = run.documents, data[0][-1]
     sp = ahead.imagine_ranks(rank, run.size, run.inner, side)
     if run.layout != "auto":
@@ -129,34 +130,19 @@ def take_steps(run: Rehearsal, rank: int, side: str | None) -> None:
             settings.batch_size = settings.micro_batch_size = rows
             batches: Any = Batches(settings, run.small, sp, device)
             for _, batch in batches.of_rows(data):
-                for part in batch.losses_by_part(model):
-                    if part:
-                        part[0].backward()
+                for losses in batch.losses_by_part(model):
+                    if losses:
+                        losses[0].backward()
         with torch.no_grad():  # an evaluation
             batch.losses(model)
     finally:
         dist.destroy_process_group()
-    _update_weights(run.dtype, device)
-
-
-def _update_weights(dtype: torch.dtype, device: torch.device) -> None:
-    from train.engine import triton_adamw
-
+    update = importlib.import_module(UPDATES).update
     master = torch.empty(16, device=device)
-    half, numbers = master.to(dtype), Update(1e-3, 1, 1.0, (0.9, 0.95), 1e-8, 0.1)
+    half, numbers = master.to(run.dtype), Update(1e-3, 1, 1.0, (0.9, 0.95), 1e-8, 0.1)
     # sums over micro-batches are fp32
     for gradient, weight in ((master, None), (half, half), (master, half)):
-        triton_adamw.update(master, master, master, gradient, weight, numbers)
-
-
-def start_compiler(
-    config: TrainConfig, device: torch.device
-) -> AbstractContextManager[ahead.Compiler | None]:
-    """Return a process that begins to import, if `warm` will compile with it, otherwise nothing."""
-    with suppress(OSError, ValueError, CheckpointError):  # of inputs that all ranks open later
-        if device.index == 0 and isinstance(config.model_config(), CPMConfig):
-            return ahead.Compiler(*MODULES)
-    return nullcontext()
+        update(master, master, master, gradient, weight, numbers)
 
 
 def warm(
