@@ -58,7 +58,7 @@ SECTIONS = {
     "double-ring-*": Section("attention", _TWO_HOSTS, "bash bench/bench.sh --two-hosts"),
     "ring-*": Section(
         "attention",
-        "Stages and passes of the ring, and double rings",
+        "Stages and passes of the ring",
         "bench/ring.py",
         "forward and backward, causal, heads of 128; the range is that of the rounds; in its first "
         "form, which measured most cases six times and those of 64K and of two hosts four times",
