@@ -177,8 +177,7 @@ def test_masks_of_a_run_need_no_other_kernels(changes, monkeypatch):
     monkeypatch.setattr(Rehearsal, "examples", lambda self: examples)
     for rank in chance.sample(range(run.size), 2):
         with ahead.note_kernels(run.seq_len) as noted:
-            for part in (0, 1):
-                take_steps(run, rank, None, part)
+            take_steps(run, rank, None)
         assert noted.keys() <= known
         # the next one as on GPUs, where "auto" may also take one-call
         monkeypatch.setattr(softmax, "_find_strategy", lambda name, _: name)

@@ -72,7 +72,7 @@ class Rehearsal:
         return replace(model, vocab_size=64, intermediate_size=64, rope_scaling=None)
 
     def arguments(self) -> list[tuple[Any, ...]]:
-        """Return the arguments of `take_steps`: strategies, some ranks, what they send, parts."""
+        """Return the arguments of `take_steps`: strategies, some ranks, and what they send."""
         strategies = [self.attention["strategy"]]
         if strategies == ["auto"]:
             # of documents, one-call needs no other kernels than the ring
@@ -82,8 +82,7 @@ class Rehearsal:
         # a run with more chunks may send the other side
         both = self.size > 1 < self.chunks and self.model.infllm is None
         sample = sorted({0, 1 % self.size, self.size // 2, self.size - 1})
-        parts = range(max(len(self.examples()) // 2, 1))
-        return [*itertools.product(runs, sample, ["q", "kv"] if both else [None], parts)]
+        return [*itertools.product(runs, sample, ["q", "kv"] if both else [None])]
 
     def examples(self) -> list[list[int]]:
         """Return the ends of documents of sequences."""
@@ -107,11 +106,10 @@ class _Examples(list[list[int]]):
         return Row(zeros, zeros, tuple(self[index or 0]))
 
 
-def take_steps(run: Rehearsal, rank: int, side: str | None, part: int) -> None:
-    """Take steps of all kinds, as this rank, with two examples besides that of one document."""
+def take_steps(run: Rehearsal, rank: int, side: str | None) -> None:
+    """Take steps of all kinds, as this rank of a sequence."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    first, *others = run.examples()
-    data = _Examples([first, *others[2 * part : 2 * part + 2]])
+    data = _Examples(run.examples())
     data.documents, tokens = run.documents, data[0][-1]
     sp = ahead.imagine_ranks(rank, run.size, run.inner, side)
     if run.layout != "auto":
