@@ -140,7 +140,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.keep_scalings and args.format == "bmtrain":
         parser.error("--keep-scalings is for --format huggingface; bmtrain always keeps them")
     dtype = DTYPES[args.dtype]
-    Interrupts()  # raises, so that what was written is removed
     try:
         if os.path.lexists(args.output):
             raise ValueError(f"{args.output} exists: give another --output")
@@ -160,4 +159,5 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    Interrupts()  # raises, so that what was written is removed
     main()
