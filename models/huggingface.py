@@ -159,6 +159,8 @@ def read_folder(folder: Path) -> dict[str, Any]:
         return read_json(folder / CONFIG)
     pair = sorted(folder.glob("*.pt")), sorted(folder.glob("model.json"))
     advice = f": give the file {pair[0][0]}, and --model {pair[1][0]}" if all(pair) else ""
+    if folder.name.startswith("step_") or any(folder.glob("step_*")):
+        advice = ": train a run on with --resume and --new-stage, or export it by train/export.py"
     raise ValueError(f"{folder} has no config.json, expected a Hugging Face model folder{advice}")
 
 

@@ -513,8 +513,8 @@ def test_broken_configs_are_refused(folder):
 def test_what_is_no_folder_is_refused(tmp_path, folder):
     assert "does not exist" in refusal(tmp_path / "nowhere")
     assert "is a file" in refusal(folder / "model.safetensors")
-    (folder / "config.json").unlink()
-    assert "has no config.json" in refusal(folder)
+    (folder / "config.json").rename(folder / "step_00000005")
+    assert "has no config.json, expected a Hugging Face model folder: train" in refusal(folder)
     with pytest.raises(ValueError, match="--init-from must not be empty"):
         TrainConfig(init_from="")
 
