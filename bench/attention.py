@@ -32,7 +32,7 @@ import itertools
 import math
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -68,6 +68,7 @@ from bmt_burst.transport.imagined import ImaginedRing
 from bmt_burst.transport.torch_dist import TorchTransport
 
 _ROUNDS = 3
+_MOST_ERROR = 1e-2  # relative L2 between two results in half precision, which each rounds to 3e-3
 
 
 def describe(case: Case, gpus: int) -> str:
@@ -91,9 +92,21 @@ def forward(attention: Attention, tensors: list[Tensor]) -> None:
     attention(*tensors)
 
 
-def step(attention: Attention, tensors: list[Tensor], dout: Tensor) -> None:
-    """Compute a forward and a backward."""
-    torch.autograd.grad(attention(*tensors), tensors, dout)
+def step(attention: Attention, tensors: list[Tensor], dout: Tensor) -> tuple[Tensor, ...]:
+    """Compute a forward and a backward. Return dq, dk and dv."""
+    return torch.autograd.grad(attention(*tensors), tensors, dout)
+
+
+def check_equal(
+    names: str, found: Sequence[Tensor], expected: Sequence[Tensor], between: str
+) -> None:
+    """Check that results are equal up to rounding. Raises RuntimeError with the name of one that is
+    not, and `between` which it differs.
+    """
+    for name, got, other in zip(names.split(), found, expected, strict=True):
+        error = float((got.double() - other.double()).norm() / other.double().norm())
+        if not error <= _MOST_ERROR:
+            raise RuntimeError(f"{name} differs by {error:.2g} between {between}")
 
 
 def fill_slots(transport: Transport, machine: Machine) -> None:

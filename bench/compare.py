@@ -32,14 +32,13 @@ if __name__ == "__main__":
 
 import bmt_burst
 from bench import masks, options
-from bench.attention import describe, inputs
+from bench.attention import check_equal, describe, inputs
 from bench.implementations import Case
 from bench.machine import Machine
 from bmt_burst import strategies
 
 _LIBRARY = "bmt_burst/__init__.py"
 _ROUNDS = 6  # an even number: each side is the first one equally often
-_MOST_ERROR = 1e-2  # relative L2 between the two sides in half precision, which each rounds to 3e-3
 
 Step = Callable[[], list[torch.Tensor]]
 
@@ -68,7 +67,8 @@ def run(args: argparse.Namespace, machine: Machine) -> Iterator[dict[str, Any]]:
             side: _make_step(library, groups[side], case, args.strategy, machine)
             for side, library in libraries.items()
         }
-        _check_equal(*(steps[side]() for side in ("before", "after")))
+        results = steps["after"](), steps["before"]()
+        check_equal("out dq dk dv", *results, "the two checkouts")
         yield {"kind": "compare", "case": machine.at, **_measure(steps, machine)}
 
 
@@ -95,20 +95,10 @@ def _make_step(
     return step
 
 
-def _check_equal(before: list[torch.Tensor], after: list[torch.Tensor]) -> None:
-    for name, old, new in zip(("out", "dq", "dk", "dv"), before, after, strict=True):
-        error = float((new.double() - old.double()).norm() / old.double().norm())
-        if not error <= _MOST_ERROR:
-            raise RuntimeError(f"{name} differs by {error:.2g} between the two checkouts")
-
-
 def _measure(steps: dict[str, Step], machine: Machine) -> dict[str, Any]:
     """Let both sides take turns, and return the fields of a row."""
-    once = {side: machine.once_ms(step) for side, step in steps.items()}
-    rounds: dict[str, list[float]] = {side: [] for side in steps}
-    for number in range(_ROUNDS):
-        for side in list(steps) if number % 2 else reversed(list(steps)):
-            rounds[side].append(machine.time_ms(steps[side], max(once.values())))
+    once = max(map(machine.once_ms, steps.values()))
+    rounds = machine.take_turns(steps, dict.fromkeys(steps, once), _ROUNDS)
     medians = {side: statistics.median(found) for side, found in rounds.items()}
     return {
         "ms": medians,

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any, NoReturn
@@ -67,6 +67,18 @@ class Machine:
         """
         calls = min(max(int(_SERIES_MS / once), 1), _MOST_CALLS) if self.cuda else 1
         return self.slowest(self._series_ms(work, calls if once < _SERIES_MS else 0, calls))
+
+    def take_turns(
+        self, works: Mapping[str, Callable[[], object]], once: Mapping[str, float], rounds: int
+    ) -> dict[str, list[float]]:
+        """Measure all works in each round, in one order and then in the other. `once` has about how
+        many milliseconds a call of each takes.
+        """
+        found: dict[str, list[float]] = {name: [] for name in works}
+        for number in range(rounds):
+            for name in works if number % 2 else reversed(list(works)):
+                found[name].append(self.time_ms(works[name], once[name]))
+        return found
 
     def _series_ms(self, work: Callable[[], object], warm_up: int, calls: int) -> float:
         """Measure the mean milliseconds of calls after a warm-up. All ranks begin together."""

@@ -18,7 +18,7 @@ import argparse
 import itertools
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from bench import options
+from bench.attention import check_equal, inputs, step
 from bench.implementations import Burst, Case, held_bytes
 from bench.machine import Machine
 from bmt_burst import Layout, SequenceParallel, init_sequence_parallel
@@ -38,12 +39,12 @@ from bmt_burst.strategies import GROUP_BYTES, ring
 from bmt_burst.strategies.ring.program import Program
 from bmt_burst.transport.torch_dist import TorchTransport
 
-_MOST_ERROR = 1e-2  # relative L2 between two variants in half precision, which each rounds to 3e-3
 _BYTES = GROUP_BYTES if torch.cuda.is_available() else 6144  # as little for small cases
-# each variant has a group_bytes of its own, since calls keep plans by it
+_USUAL = {"strategy": "ring", "group_bytes": _BYTES}
 _count_passes = ring.RingPlan._count_passes
 _ONE_PASS = {"_count_passes": lambda *_: 1}
 
+Step = Callable[[], tuple[torch.Tensor, ...]]
 _Variant = tuple[SequenceParallel, dict[str, Any], dict[str, Any]]
 
 
@@ -57,6 +58,7 @@ def variants(machine: Machine) -> dict[str, _Variant]:
             f"{name} ring, {side}": (sp, {"backward": side}, {})
             for side, (name, sp) in itertools.product(("kv", "q"), both)
         }
+    # replaced parts go with a group_bytes of their own, since calls keep plans by it
     found: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         "ring": ({}, {}),
         "one pass, one stage": ({"strategy": "all-gather"}, {}),
@@ -97,48 +99,41 @@ def measure(
 ) -> dict[str, dict]:
     """Measure a case with all variants. Return the facts of each."""
     layout = Layout.zigzag(case.seq_len, machine.size)
-    like = {"device": machine.device, "dtype": machine.dtype}
-    shapes = [(1, layout.length(0), n, case.head_dim) for n in (case.heads, case.kv_heads)]
-    q, k, v = (torch.randn(shapes[i], **like).requires_grad_() for i in (0, 1, 1))
-    dout = torch.randn(shapes[0], **like)
+    tensors, dout = inputs(case, layout.length(machine.rank), machine, seed=machine.rank)
     found: dict[str, dict] = {}
-    steps: dict[str, Any] = {}
+    steps: dict[str, Step] = {}
     expected = None
     for name, (sp, arguments, replaced) in chosen.items():
-        arguments = {"strategy": "ring", "group_bytes": _BYTES, **arguments}
-        attention, programs = Burst(case, sp, layout, **arguments), list[str]()
-        make = ring.RingPlan._make_program
-
-        def note(*args: Any, make: Any = make, programs: list[str] = programs) -> Program:
-            program = make(*args)
-            programs.append(shape_of(program))
-            return program
-
-        def step(attention: Burst = attention) -> tuple[torch.Tensor, ...]:
-            return torch.autograd.grad(attention(q, k, v), (q, k, v), dout)
-
-        with mock.patch.multiple(ring.RingPlan, _make_program=note, **replaced):
-            gradients = step()
+        attention = Burst(case, sp, layout, **_USUAL | arguments)
+        work = partial(step, attention, tensors, dout)
+        gradients, shape = _call_first(work, replaced)
         machine.settle()
         expected = expected or gradients
-        for got, other in zip(gradients, expected, strict=True):
-            error = float((got - other).double().norm() / other.double().norm())
-            if not error <= _MOST_ERROR:
-                raise RuntimeError(f"a gradient differs by {error:.2g} between two variants")
-        shape = ", ".join(programs)
+        check_equal("dq dk dv", gradients, expected, "two variants")
         same = next((x for x in steps if found[x]["shape"] == shape and "NCCL" not in name), None)
         found[name] = {"shape": shape} | ({"as": same} if same else {})
         if not same:
-            steps[name] = step
-            found[name]["extra_gib"] = machine.extra_gib(step, held_bytes(attention))
-    once = {name: machine.once_ms(step) for name, step in steps.items()}
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for number in range(rounds):
-        for name in sorted(steps, reverse=number % 2 == 0):
-            times[name].append(machine.time_ms(steps[name], once[name]))
-    for name, ms in times.items():
+            steps[name] = work
+            found[name]["extra_gib"] = machine.extra_gib(work, held_bytes(attention))
+    once = {name: machine.once_ms(work) for name, work in steps.items()}
+    for name, ms in machine.take_turns(steps, once, rounds).items():
         found[name] |= {"ms": statistics.median(ms), "range_ms": max(ms) - min(ms), "rounds": ms}
     return found
+
+
+def _call_first(work: Step, replaced: dict[str, Any]) -> tuple[tuple[torch.Tensor, ...], str]:
+    """Call `work` for the first time, with parts of the ring replaced. Return its results, and what
+    was sent in which passes and stages.
+    """
+    make, shapes = ring.RingPlan._make_program, list[str]()
+
+    def note(*args: Any) -> Program:
+        program = make(*args)
+        shapes.append(shape_of(program))
+        return program
+
+    with mock.patch.multiple(ring.RingPlan, _make_program=note, **replaced):
+        return work(), ", ".join(shapes)
 
 
 def main() -> None:
