@@ -147,6 +147,8 @@ def main() -> None:
         tokens_per_gpu=[8192, 32768, 65536] if cuda else [16],
     )
     args, machine = parser.parse_args(), Machine()
+    if machine.size < 2:
+        parser.error("a ring needs several ranks: start it with torchrun")
     machine.record(run(args, machine), args.output)
 
 
